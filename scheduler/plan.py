@@ -1,0 +1,163 @@
+"""What crosses the scheduler's borders: plans to the workers, results back, outputs to the control plane.
+
+Plain frozen data, numbers and numpy arrays, never a tensor or a live object. New things are sent whole,
+known things as changes. Knows nothing of how a plan is made or run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler.request import FinishReason
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapacity:
+    """What the executor can hold, after it has fitted itself into memory. The one source of every limit."""
+
+    num_pages: int  # KV pages
+    page_size: int  # tokens per page
+    max_slots: int  # live requests at most
+    max_model_len: int  # prompt + output tokens of one request at most, fitted to the pages
+    buckets: tuple[ScheduleBucket, ...]  # ascending in batch_tokens; the last one's is B_dense
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """B_dense: the constant batch size that a full iteration has."""
+        return self.buckets[-1].batch_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleBucket:
+    """A pipeline schedule that the executor holds, as the scheduler sees it."""
+
+    id: int
+    batch_tokens: int  # token rows that it runs
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStart:
+    """A slot is given to a request: all that a rank must know of it from now on."""
+
+    slot: int  # in [0, max_slots)
+    request_id: str
+    token_ids: Int32  # [known tokens]: the prompt, and after a preemption the output so far
+    num_cached: int  # leading tokens whose KV already lies in the slot's pages, < len(token_ids)
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class IterationPlan:
+    """One iteration of constant batch size. All ranks get the same plan, and run plans in step order.
+
+    Row r computes tokens [starts[r], starts[r] + counts[r]) of the sequence in slots[r]. Rows are the decodes
+    first (count 1), then prefill chunks. A token that no SlotStart has sent is the one sampled for that
+    position by an earlier step: ranks keep it, the scheduler need not know it yet.
+    """
+
+    step: int  # consecutive from 0
+    bucket: int  # ScheduleBucket.id to run
+    slot_starts: tuple[SlotStart, ...]  # applied before the rows
+    page_slots: Int32  # [changes] page table changes, applied before the rows:
+    page_indexes: Int32  # [changes] page_table[page_slots[i], page_indexes[i]] = page_ids[i]
+    page_ids: Int32  # [changes]
+    slots: Int32  # [rows]
+    starts: Int32  # [rows]
+    counts: Int32  # [rows]
+    num_decodes: int  # rows [0, num_decodes) are decodes
+    samples: NDArray[np.bool_]  # [rows] whether a token is sampled after the row's last one
+
+    @property
+    def num_tokens(self) -> int:
+        """Token rows of the batch; the bucket's batch_tokens when it is full."""
+        return int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class SlotFault:
+    """A row that could not be computed; its neighbours could."""
+
+    slot: int
+    message: str  # for the client: no paths, no prompt text
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of one plan."""
+
+    step: int
+    sampled: Int32  # [rows with samples] in row order; undefined for a faulty row
+    faults: tuple[SlotFault, ...]
+    idle_s: float  # the device waited this long for the plan after its last step ended; 0 for the first
+    run_s: float  # from the step's start to its end on the device
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """News of one request in one step."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # new tokens, in order; empty when it only ended
+    num_output_tokens: int  # all so far, these included
+    num_cached_tokens: int  # prompt tokens that came from the prefix cache
+    finish_reason: FinishReason | None = None  # set once, in the request's last output
+    error: str = ""  # when FAILED
+    queue_s: float = 0.0  # from arrival to its first scheduling
+    num_preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one iteration did, for metrics."""
+
+    step: int
+    num_tokens: int  # token rows computed
+    batch_tokens: int  # rows of the bucket that ran
+    num_decodes: int
+    num_prompt_tokens: int  # of num_tokens, prompt tokens computed (recomputed ones too)
+    num_wasted_tokens: int  # computed for requests that had already ended
+    num_preemptions: int
+    prefix_queries: int  # prompt tokens looked up in the prefix cache in this plan
+    prefix_hits: int  # of those, found
+    late: bool  # the executor had to wait for this plan
+    plan_s: float  # time to make the plan
+    idle_s: float  # StepResult.idle_s
+    run_s: float  # StepResult.run_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The state of one instance between two iterations."""
+
+    num_running: int  # requests that hold a slot
+    num_waiting: int
+    num_waiting_tokens: int  # prompt tokens of waiting requests
+    live_pages: int  # referenced by running requests
+    cached_pages: int  # only kept for later prefix hits
+    free_pages: int
+    total_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputBatch:
+    """All that happened in one iteration, one message for all streams."""
+
+    outputs: tuple[RequestOutput, ...]
+    stats: StepStats | None  # None when no iteration ran (for example a cancel while idle)
+    load: LoadReport
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Ask for the end of a request; unknown and ended ids are ignored."""
+
+    request_id: str
+    reason: FinishReason = FinishReason.CANCELLED
