@@ -1,0 +1,97 @@
+"""Everything that a user can set: one declaration per option, as a field of a frozen group.
+
+Flags, `NANOFLOW_*` variables, the keys of the configuration file and docs/configuration.md all come from these
+fields (`options`, `flags`). Names are vLLM's where the meaning is the same. Nothing is derived in place: what
+follows from these values (capacities, addresses) goes into new objects. Knows nothing of typer or of how the
+values are used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from control_plane.options import ConfigError, option
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Engine: the model, its batches and its memory."""
+
+    model: Path = option(
+        "Model folder in Hugging Face's layout: config.json, safetensors, tokenizer.json.", positional=True
+    )
+    dtype: str = option(
+        "Type of weights and KV cache; auto is float32 on a CPU.",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    load_format: str = option(
+        "Where weights come from; dummy makes random ones from config.json alone, for benchmarks.",
+        default="auto",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    tensor_parallel_size: int = option("Ranks that one instance is split over.", default=1, low=1)
+    max_num_batched_tokens: int = option(
+        "Tokens of a full iteration: the constant batch size B_dense.", default=256, low=1
+    )
+    max_num_seqs: int = option("Requests that may run at once.", default=64, low=1)
+    max_model_len: int | None = option(
+        "Prompt and output tokens of one request at most.", default=None, low=1, unset="what the model and memory hold"
+    )
+    block_size: int = option("Tokens of one KV page.", default=16, low=1)
+    num_gpu_blocks_override: int | None = option(
+        "KV pages, instead of as many as memory holds.", default=None, low=1, unset="from memory"
+    )
+    kv_cache_memory_bytes: int | None = option(
+        "Bytes for the KV cache of each rank.", default=None, low=1, unset="from free memory"
+    )
+    enable_prefix_caching: bool = option("Keep KV pages of earlier prompts and reuse them.", default=True)
+    seed: int = option("Seed of dummy weights and of requests that name none.", default=0, low=0, high=2**63 - 1)
+    step_timeout: float = option(
+        "Seconds after which an iteration counts as hung and the instance is rebuilt.", default=60.0, low=0.1
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Server: where it listens, who may call, how much it queues."""
+
+    served_model_name: str | None = option("Name of the model in the API.", default=None, unset="the folder's name")
+    host: str = option("Address to listen on; 0.0.0.0 is every interface.", default="127.0.0.1")
+    port: int = option("Port of gRPC; 0 picks a free one.", default=50051, low=0, high=65535)
+    metrics_port: int = option("Port of /metrics for Prometheus; 0 picks a free one.", default=9400, low=0, high=65535)
+    api_key: str | None = option(
+        "Key that clients must send as `authorization: Bearer KEY`; better given as NANOFLOW_API_KEY.",
+        default=None,
+        secret=True,
+        unset="no key needed",
+    )
+    ssl_keyfile: Path | None = option("Private key for TLS (PEM).", default=None, unset="no TLS")
+    ssl_certfile: Path | None = option("Certificate chain for TLS (PEM).", default=None, unset="no TLS")
+    ssl_ca_certs: Path | None = option(
+        "CA of client certificates (PEM); when given, clients must have one (mTLS).", default=None, unset="no mTLS"
+    )
+    shutdown_timeout: float = option("Seconds that running requests have to finish after SIGTERM.", default=30.0, low=0)
+    max_num_queued_reqs: int = option("Requests that may wait; more are refused.", default=1024, low=1)
+    max_num_queued_tokens: int = option("Prompt tokens that may wait; more are refused.", default=1_000_000, low=1)
+
+    def __post_init__(self) -> None:
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("ssl-keyfile and ssl-certfile belong together: give both or neither")
+        if self.ssl_ca_certs is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl-ca-certs needs TLS: give ssl-keyfile and ssl-certfile too")
+        if self.port and self.port == self.metrics_port:
+            raise ConfigError(f"port and metrics-port are both {self.port}: give two different ones")
+
+
+@dataclass(frozen=True, slots=True)
+class LogConfig:
+    """Log."""
+
+    log_level: str = option(
+        "Least important messages to log.", default="info", choices=("debug", "info", "warning", "error")
+    )
+
+
+ALL_GROUPS = (EngineConfig, ServerConfig, LogConfig)  # what a configuration file may speak of
