@@ -101,17 +101,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """News of one request in one step."""
+class RequestEnd:
+    """A request's last news. Every request that was submitted gets exactly one."""
 
     request_id: str
-    token_ids: tuple[int, ...]  # new tokens, in order; empty when it only ended
-    num_output_tokens: int  # all so far, these included
+    finish_reason: FinishReason
+    num_output_tokens: int  # sent in all, a stop token included
     num_cached_tokens: int  # prompt tokens that came from the prefix cache
-    finish_reason: FinishReason | None = None  # set once, in the request's last output
-    error: str = ""  # when FAILED
-    queue_s: float = 0.0  # from arrival to its first scheduling
-    num_preemptions: int = 0
+    queue_s: float  # from arrival to its first scheduling, or to its end when it never ran
+    num_preemptions: int
+    error: str = ""  # when FAILED: what went wrong, for the client
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +147,16 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class OutputBatch:
-    """All that happened in one iteration, one message for all streams."""
+    """All that happened in one iteration, one message for all streams.
 
-    outputs: tuple[RequestOutput, ...]
+    Tokens are columns, because a thousand streams get one each in every step. Read the tokens first, then
+    the ends: a request's last token and its end come in the same batch.
+    """
+
+    request_ids: tuple[str, ...]  # [tokens] requests that got a token, each at most once
+    token_ids: Int32  # [tokens] that token; a stop token is sent too, as the request's last
+    num_output_tokens: Int32  # [tokens] of that request so far, this one included: 1, 2, 3, ... without gaps
+    ends: tuple[RequestEnd, ...]
     stats: StepStats | None  # None when no iteration ran (for example a cancel while idle)
     load: LoadReport
 
