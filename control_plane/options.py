@@ -281,8 +281,8 @@ def _convert(kind: type, value: object) -> Any:
     """A value of a YAML type as the option's kind, without guessing. Raises ValueError."""
     if kind is Path and isinstance(value, str) and value:
         return Path(value).expanduser()
-    if kind is float and type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]
-        return float(value)  # type: ignore[arg-type]
-    if type(value) is not kind or value == "":
+    if kind is float and type(value) is int:
+        return float(value)
+    if type(value) is not kind or value == "" or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError
     return value
