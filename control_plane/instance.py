@@ -116,11 +116,13 @@ class LocalInstance:
 
     async def next_outputs(self) -> list[OutputBatch]:
         while True:
+            lost = self._lost  # read first: outputs that came before the loss must still be returned
             with self._outputs_lock:
                 outputs, self._outputs = self._outputs, []
             if outputs:
                 return outputs
-            self._check_alive()
+            if lost is not None:
+                raise InstanceLost(lost)
             await self._wake.wait()
             self._wake.clear()
 
