@@ -6,8 +6,28 @@ The names and edges are what `worker` runs and what the search orders. Knows not
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from autosearch.specs import ModelSpec
+
+
+class Resource(StrEnum):
+    """What bounds an operator (paper, section 3.2); operators of different resources gain from overlap."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    NETWORK = "network"
+
+
+class Collectives(StrEnum):
+    """Two ways to put the O projection's shards together; both move the same bytes (paper, section 4.1.2)."""
+
+    ALL_REDUCE = "all_reduce"  # row-split O, then an all-reduce of its output
+    ALL_GATHER = "all_gather"  # gather the attention output, column-split O, gather its output
+
+
+class ParallelismError(ValueError):
+    """The model cannot be split over this many ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,32 +37,73 @@ class Operator:
     name: str
     inputs: tuple[str, ...]  # operators whose output rows it reads, the same rows
     earlier_rows: tuple[str, ...] = ()  # operators that must have run for all rows before the range's end
+    resource: Resource = Resource.COMPUTE
+    joins: str = ""  # an element-wise step: it is split, and placed on a lane, together with this operator
 
 
-def layer_operators(spec: ModelSpec, tensor_parallel: int = 1) -> tuple[Operator, ...]:
+def check_parallel(spec: ModelSpec, num_gpus: int) -> None:
+    """Raise ParallelismError unless heads and FFN divide over the ranks."""
+    if num_gpus < 1 or spec.num_heads % num_gpus or spec.intermediate_size % num_gpus:
+        raise ParallelismError(
+            f"{spec.num_heads} query heads and an FFN of {spec.intermediate_size} do not divide over {num_gpus} GPUs"
+        )
+
+
+def layer_operators(
+    spec: ModelSpec, tensor_parallel: int = 1, collectives: Collectives = Collectives.ALL_REDUCE
+) -> tuple[Operator, ...]:
     """The layer's operators in sequential order.
 
-    An operator with no inputs reads the previous layer's output. With tensor parallelism the row-split
-    projections are followed by an all-reduce (paper, section 2.1).
+    An operator with no inputs reads the previous layer's output. With tensor parallelism the projections'
+    shards are put together as `collectives` says (paper, section 2.1).
     """
     reduced = tensor_parallel > 1
-    after_o = "o_all_reduce" if reduced else "o"
-    attention = [
-        Operator("attn_norm", ()),
+    return (*_attention(), *_output(reduced, collectives), *_ffn(spec, reduced, _after_output(reduced, collectives)))
+
+
+def _attention() -> tuple[Operator, ...]:
+    return (
+        Operator("attn_norm", (), resource=Resource.MEMORY, joins="qkv"),
         Operator("qkv", ("attn_norm",)),
-        Operator("rope_append", ("qkv",)),
-        Operator("decode_attention", ("rope_append",)),
+        Operator("rope_append", ("qkv",), resource=Resource.MEMORY, joins="qkv"),
+        Operator("decode_attention", ("rope_append",), resource=Resource.MEMORY),
         # A chunk that straddles two ranges: the later range's queries read the earlier one's keys.
         Operator("prefill_attention", ("rope_append",), earlier_rows=("rope_append",)),
-        Operator("o", ("decode_attention", "prefill_attention")),
-    ]
-    if reduced:
-        attention.append(Operator("o_all_reduce", ("o",)))
-    attention.append(Operator("ffn_norm", (after_o,)))
+    )
+
+
+def _after_output(reduced: bool, collectives: Collectives) -> str:
+    if not reduced:
+        return "o"
+    return "o_all_reduce" if collectives is Collectives.ALL_REDUCE else "o_all_gather"
+
+
+def _output(reduced: bool, collectives: Collectives) -> tuple[Operator, ...]:
+    attention = ("decode_attention", "prefill_attention")
+    if not reduced:
+        return (Operator("o", attention),)
+    if collectives is Collectives.ALL_REDUCE:
+        return (Operator("o", attention), Operator("o_all_reduce", ("o",), resource=Resource.NETWORK))
+    return (
+        Operator("attention_all_gather", attention, resource=Resource.NETWORK),
+        Operator("o", ("attention_all_gather",)),
+        Operator("o_all_gather", ("o",), resource=Resource.NETWORK),
+    )
+
+
+def _ffn(spec: ModelSpec, reduced: bool, source: str) -> tuple[Operator, ...]:
     if spec.num_experts:
-        ffn = [Operator("router", ("ffn_norm",)), Operator("experts", ("ffn_norm", "router"))]
+        steps = [
+            Operator("ffn_norm", (source,), resource=Resource.MEMORY, joins="experts"),
+            Operator("router", ("ffn_norm",), joins="experts"),
+            Operator("experts", ("ffn_norm", "router")),
+        ]
     else:
-        ffn = [Operator("up_gate", ("ffn_norm",)), Operator("down", ("up_gate",))]
+        steps = [
+            Operator("ffn_norm", (source,), resource=Resource.MEMORY, joins="up_gate"),
+            Operator("up_gate", ("ffn_norm",)),
+            Operator("down", ("up_gate",)),
+        ]
     if reduced:
-        ffn.append(Operator("ffn_all_reduce", (ffn[-1].name,)))
-    return (*attention, *ffn)
+        steps.append(Operator("ffn_all_reduce", (steps[-1].name,), resource=Resource.NETWORK))
+    return tuple(steps)

@@ -1,0 +1,120 @@
+"""What one iteration of constant size works on: rows, and how much context their attention reads.
+
+Knows nothing of models or devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ROW_TILE = 64  # rows that attention kernels take at a time; estimates of row counts are whole tiles
+
+
+class WorkloadError(ValueError):
+    """Numbers that no iteration can have."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLengths:
+    """Mean tokens of a request."""
+
+    input_len: float
+    output_len: float
+
+    def __post_init__(self) -> None:
+        if self.input_len < 0 or self.output_len < 0 or self.input_len + self.output_len <= 0:
+            raise WorkloadError(
+                f"input length {self.input_len} and output length {self.output_len} must not be negative, nor both 0"
+            )
+
+    @property
+    def decode_share(self) -> float:
+        """Share of a steady batch's rows that decode: each request brings its prompt once and its output once."""
+        return self.output_len / (self.input_len + self.output_len)
+
+    @property
+    def mean_context(self) -> float:
+        """Tokens of KV that a decode reads on average: the prompt and half of the output."""
+        return self.input_len + self.output_len / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One iteration of B_dense rows. Rows may be fractions: they are means."""
+
+    batch_tokens: int  # B_dense
+    decode_rows: float
+    decode_context_tokens: float  # context summed over the decodes
+    prefill_pairs: float  # query-key pairs of the prefill rows
+
+    def __post_init__(self) -> None:
+        if self.batch_tokens < 1:
+            raise WorkloadError(f"batch size {self.batch_tokens} must be at least 1")
+        if not 0 <= self.decode_rows <= self.batch_tokens:
+            raise WorkloadError(f"{self.decode_rows} decodes do not fit a batch of {self.batch_tokens} rows")
+        if self.decode_context_tokens < 0 or self.prefill_pairs < 0:
+            raise WorkloadError("context tokens and prefill pairs must not be negative")
+
+    @property
+    def prefill_rows(self) -> float:
+        """Rows that are no decodes."""
+        return self.batch_tokens - self.decode_rows
+
+    @property
+    def decode_share(self) -> float:
+        """Decode rows over all rows."""
+        return self.decode_rows / self.batch_tokens
+
+    @property
+    def mean_context(self) -> float:
+        """Context per decode; 0 without decodes."""
+        return self.decode_context_tokens / self.decode_rows if self.decode_rows else 0.0
+
+    def resized(self, batch_tokens: int) -> Workload:
+        """The same mix in another batch size."""
+        factor = batch_tokens / self.batch_tokens
+        return Workload(
+            batch_tokens,
+            self.decode_rows * factor,
+            self.decode_context_tokens * factor,
+            self.prefill_pairs * factor,
+        )
+
+
+def from_lengths(batch_tokens: int, lengths: RequestLengths) -> Workload:
+    """The steady mix of a workload. A prefill row is paired with its whole prompt, as the paper's Table 2 counts."""
+    decode_rows = batch_tokens * lengths.decode_share
+    return Workload(
+        batch_tokens,
+        decode_rows,
+        decode_rows * lengths.mean_context,
+        (batch_tokens - decode_rows) * lengths.input_len,
+    )
+
+
+def from_bucket(batch_tokens: int, decode_share: float, mean_context: float) -> Workload:
+    """A bucket of the schedule grid; prompts are taken to be as long as the mean context of its decodes."""
+    if not 0 <= decode_share <= 1:
+        raise WorkloadError(f"decode share {decode_share} must be within [0, 1]")
+    decode_rows = batch_tokens * decode_share
+    return Workload(batch_tokens, decode_rows, decode_rows * mean_context, (batch_tokens - decode_rows) * mean_context)
+
+
+def from_sums(batch_tokens: int, decode_context_tokens: float, prefill_pairs: float) -> Workload:
+    """From the two sums alone; how many rows decode follows from the steady mix that has these sums.
+
+    With p prompt and d output tokens a request, context is N (p + d/2) and pairs are M p with N : M = d : p, so
+    x = N/M solves x + x²/2 = context / pairs. The paper does not print its row counts; in whole tiles of 64 rows
+    the estimate for Table 2 is 1,344 decodes, which reproduces both of its attention cells.
+    """
+    if decode_context_tokens < 0 or prefill_pairs < 0:
+        raise WorkloadError("context tokens and prefill pairs must not be negative")
+    if prefill_pairs == 0 or decode_context_tokens == 0:
+        decode_rows = float(batch_tokens if decode_context_tokens else 0)
+    else:
+        x = math.sqrt(1 + 2 * decode_context_tokens / prefill_pairs) - 1
+        exact = batch_tokens * x / (1 + x)
+        decode_rows = float(round(exact / ROW_TILE) * ROW_TILE) if batch_tokens >= 2 * ROW_TILE else exact
+        decode_rows = min(decode_rows, float(batch_tokens))
+    return Workload(batch_tokens, decode_rows, decode_context_tokens, prefill_pairs)
