@@ -1,0 +1,289 @@
+"""One worker rank, and the in-process executor: plans in, step results out.
+
+A Worker loads its part of the model, fits the KV cache into memory and runs iteration plans one after the other.
+LocalExecutor does that in a thread, so that the scheduler can plan the next iteration meanwhile. Knows nothing of
+Ray, text or clients.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from autosearch.operators import layer_operators
+from autosearch.pipeline import PipelineSchedule, nanobatch_only, sequential
+from autosearch.specs import ModelSpec
+from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFault, StepResult
+from scheduler.ports import ExecutorError
+from worker.batch_input import SampleRows, SlotTable, build_batch
+from worker.kv_cache import KVCache, KVCacheShape
+from worker.models.decoder import Decoder
+from worker.models.loading import load_weights
+from worker.nano_pipeline import NanoPipeline
+from worker.parallel import TensorParallelGroup, make_group
+from worker.sampler import SamplingRows, sample
+from worker.sharding import Shard, shard
+from worker.weights import DummySource, ModelLoadError, Progress, SafetensorsSource
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"auto": torch.float32, "float32": torch.float32}
+
+
+class CapacityError(ValueError):
+    """The limits asked for leave no room to run; the message says which to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Everything that a rank needs to start. The same for all ranks of an instance."""
+
+    model_dir: Path  # Hugging Face folder
+    load_format: str = "auto"  # auto, safetensors: real weights; dummy: random ones from config.json alone
+    dtype: str = "auto"  # of weights, activations and KV; on a CPU float32
+    device: str = "cpu"
+    tensor_parallel_size: int = 1
+    max_batch_tokens: int = 256  # B_dense
+    max_slots: int = 64  # live requests at most
+    max_model_len: int | None = None  # prompt + output tokens of a request; None: as many as model and pages allow
+    page_size: int = 16  # tokens per KV page
+    num_pages: int | None = None  # None: as many as kv_cache_bytes hold
+    kv_cache_bytes: int = 512 << 20  # per rank; read when num_pages is None
+    nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential
+    schedule_files: tuple[Path, ...] = ()  # PipelineSchedules to run instead of the built-in ones
+    seed: int = 0  # of dummy weights
+    num_threads: int | None = None  # CPU threads of one rank; None: torch's choice
+    join_timeout_s: float = 600.0  # for ranks to find each other, and for any one collective
+
+
+class Worker:
+    """One rank. All methods but __init__ are to be called from one thread at a time."""
+
+    def __init__(self, config: WorkerConfig, rank: int = 0) -> None:
+        """Raises UnsupportedModelError, ShardingError, CapacityError or ModelLoadError. Loads nothing yet."""
+        if config.device != "cpu":
+            raise CapacityError(f"device {config.device!r} is not supported: only 'cpu' is")
+        if config.dtype not in _DTYPES:
+            raise CapacityError(f"dtype {config.dtype!r} is not supported on a CPU: use float32")
+        self.config = config
+        self.rank = rank
+        self.spec = ModelSpec.from_folder(config.model_dir)
+        self._shard: Shard = shard(self.spec, config.tensor_parallel_size, rank)
+        self._schedules = _schedules(config, self.spec)
+        self._cache_shape = _cache_shape(config, self.spec, self._shard)
+        self._capacity = _capacity(config, self.spec, self._cache_shape, self._schedules)
+        self._group: TensorParallelGroup | None = None
+        self._model: Decoder | None = None
+        self._last_end_s: float | None = None
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        """The fitted limits, the same on all ranks."""
+        return self._capacity
+
+    def load(self, progress: Progress = lambda what, share: None, rendezvous: str = "") -> None:
+        """Join the other ranks (at `rendezvous`, a torch.distributed init method) and load the weights.
+
+        Raises ModelLoadError where tensors are missing or do not fit config.json.
+        """
+        config, capacity = self.config, self._capacity
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device, dtype = torch.device(config.device), _DTYPES[config.dtype]
+        source = DummySource(config.seed) if config.load_format == "dummy" else SafetensorsSource(config.model_dir)
+        with torch.inference_mode():
+            weights = load_weights(self.spec, self._shard, source, dtype, device, progress)
+            progress("joining the other ranks", 0.0)
+            self._group = make_group(self.rank, self._shard.size, rendezvous, config.join_timeout_s)
+            cache = KVCache(self._cache_shape, dtype, device)
+            self._slots = SlotTable(capacity.max_slots, capacity.max_model_len, capacity.page_size, device)
+            self._model = Decoder(
+                self.spec,
+                self._shard,
+                weights,
+                cache,
+                self._group,
+                max_rows=capacity.max_batch_tokens,
+                max_model_len=capacity.max_model_len,
+            )
+        operators = {operator.name: operator for operator in self._model.operators()}
+        self._pipelines = tuple(NanoPipeline(schedule, operators) for schedule in self._schedules)
+        progress("ready", 1.0)
+
+    def execute(self, plan: IterationPlan) -> StepResult:
+        """Run one plan. A row with logits that are not finite becomes a SlotFault; its neighbours go on."""
+        assert self._model is not None, "load() comes first"
+        start_s = time.perf_counter()
+        idle_s = 0.0 if self._last_end_s is None else start_s - self._last_end_s
+        with torch.inference_mode():
+            sampled, faults = self._run(self._model, plan)
+        self._last_end_s = time.perf_counter()
+        return StepResult(
+            step=plan.step, sampled=sampled, faults=faults, idle_s=idle_s, run_s=self._last_end_s - start_s
+        )
+
+    def close(self) -> None:
+        """Leave the other ranks and free the memory. Idempotent."""
+        if self._group is not None:
+            self._group.close()
+        self._group = self._model = None
+
+    def _run(self, model: Decoder, plan: IterationPlan) -> tuple[np.ndarray, tuple[SlotFault, ...]]:
+        slots, pipeline = self._slots, self._pipelines[plan.bucket]
+        assert plan.num_tokens <= pipeline.schedule.batch_tokens, "the scheduler fills at most the bucket"
+        slots.apply(plan)
+        batch = build_batch(plan, pipeline.boundaries)
+        model.begin(batch, slots.token_ids(batch.slots, batch.positions), slots.page_table)
+        pipeline.run(batch.num_rows, self.spec.num_layers, model.rows)
+        samples = batch.samples
+        if not len(samples.rows):
+            return np.empty(0, np.int32), ()
+        chosen = sample(model.logits(torch.from_numpy(samples.rows)), _sampling_rows(slots, samples))
+        slots.append(samples, chosen.token_ids)
+        faults = tuple(
+            SlotFault(int(slot), "the model's logits are not finite") for slot in samples.slots[chosen.faulty]
+        )
+        return chosen.token_ids.numpy().astype(np.int32), faults
+
+
+class LocalExecutor:
+    """The executor of one rank in this process: runs plans in a thread of its own, in order of submission."""
+
+    def __init__(self, worker: Worker) -> None:
+        """The worker must be loaded, and is closed with the executor."""
+        self._worker = worker
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="worker")
+        self._failure: BaseException | None = None
+
+    @property
+    def capacity(self) -> EngineCapacity:
+        return self._worker.capacity
+
+    def submit(self, plan: IterationPlan) -> LocalStep:
+        """Hand over a plan and return at once. Raises ExecutorError once closed."""
+        try:
+            return LocalStep(self._thread.submit(self._execute, plan))
+        except RuntimeError as error:
+            raise ExecutorError(f"the executor is closed: {error}") from None
+
+    def close(self) -> None:
+        """Drop plans that have not begun, wait for the one that has, free everything. Idempotent."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._worker.close()
+
+    def _execute(self, plan: IterationPlan) -> StepResult:
+        # After a failed step the KV cache is not what later plans count on.
+        if self._failure is not None:
+            raise ExecutorError(f"an earlier step failed: {self._failure}")
+        try:
+            return self._worker.execute(plan)
+        except Exception as error:
+            log.exception("step %d failed", plan.step)
+            self._failure = error
+            raise
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """A plan in the executor's thread."""
+
+    future: Future[StepResult]
+
+    def done(self) -> bool:
+        """Whether result() would return or raise at once."""
+        return self.future.done()
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """Wait for the step. Raises ExecutorError when it failed, was dropped, or takes longer than timeout_s."""
+        try:
+            return self.future.result(timeout_s)
+        except ExecutorError:
+            raise
+        except CancelledError:
+            raise ExecutorError("the executor was closed before the step began") from None
+        except FutureTimeoutError:
+            raise ExecutorError(f"the step did not end within {timeout_s} s") from None
+        except Exception as error:
+            raise ExecutorError(f"the step failed: {error}") from error
+
+
+def _sampling_rows(slots: SlotTable, samples: SampleRows) -> SamplingRows:
+    rows = samples.slots
+    return SamplingRows(
+        temperature=slots.temperature[rows],
+        top_k=slots.top_k[rows],
+        top_p=slots.top_p[rows],
+        seed=slots.seed[rows],
+        position=samples.positions.astype(np.int64),
+    )
+
+
+def _schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
+    """The schedules to hold, ascending in batch_tokens. Raises InvalidScheduleError."""
+    if config.max_batch_tokens < 1 or config.nano_batches < 1:
+        raise CapacityError("max_batch_tokens and nano_batches must be at least 1")
+    operators = layer_operators(spec, config.tensor_parallel_size)
+    if config.schedule_files:
+        schedules = [PipelineSchedule.from_file(path) for path in config.schedule_files]
+    else:
+        # Smaller buckets let the scheduler say how full a batch is; rows that are not there cost nothing here.
+        sizes = {max(1, config.max_batch_tokens >> halvings) for halvings in range(4)}
+        schedules = [
+            sequential(operators, size)
+            if config.nano_batches == 1
+            else nanobatch_only(operators, size, config.nano_batches)
+            for size in sizes
+        ]
+    for schedule in schedules:
+        schedule.validate(operators)
+    return tuple(sorted(schedules, key=lambda schedule: schedule.batch_tokens))
+
+
+def _cache_shape(config: WorkerConfig, spec: ModelSpec, part: Shard) -> KVCacheShape:
+    if config.page_size < 1 or config.max_slots < 1:
+        raise CapacityError("page_size and max_slots must be at least 1")
+    shape = KVCacheShape(spec.num_layers, 1, part.num_kv_heads, config.page_size, spec.head_dim)
+    num_pages = config.num_pages
+    if num_pages is None:
+        page_bytes = shape.elements_per_page * _DTYPES[config.dtype].itemsize
+        # No more than all slots can use.
+        longest = min(config.max_model_len or spec.max_position, spec.max_position)
+        num_pages = min(config.kv_cache_bytes // page_bytes, config.max_slots * -(-longest // config.page_size))
+        if num_pages < 1:
+            raise CapacityError(
+                f"a KV cache of {config.kv_cache_bytes} bytes does not hold one page of {page_bytes} bytes"
+            )
+    if num_pages < 1:
+        raise CapacityError(f"num_pages is {num_pages}: at least 1 is needed")
+    return KVCacheShape(spec.num_layers, num_pages, part.num_kv_heads, config.page_size, spec.head_dim)
+
+
+def _capacity(
+    config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape, schedules: tuple[PipelineSchedule, ...]
+) -> EngineCapacity:
+    """Fit max_model_len to model and pages. Raises CapacityError where it was asked for and does not fit."""
+    holds = shape.num_pages * shape.page_size
+    wanted = config.max_model_len
+    if wanted is not None and wanted > spec.max_position:
+        raise CapacityError(f"max_model_len {wanted} is more than the model's context of {spec.max_position}")
+    if wanted is not None and wanted > holds:
+        raise CapacityError(
+            f"max_model_len {wanted} does not fit into the KV cache of {holds} tokens: lower it, or give more memory"
+        )
+    return EngineCapacity(
+        num_pages=shape.num_pages,
+        page_size=shape.page_size,
+        max_slots=config.max_slots,
+        max_model_len=min(wanted or spec.max_position, holds),
+        buckets=tuple(ScheduleBucket(number, schedule.batch_tokens) for number, schedule in enumerate(schedules)),
+    )
+
+
+__all__ = ["CapacityError", "LocalExecutor", "LocalStep", "ModelLoadError", "Worker", "WorkerConfig"]
