@@ -1,0 +1,222 @@
+"""One engine instance on Ray: a placement group, a scheduler actor, one worker actor per tensor-parallel rank.
+
+Starts it, watches over it, and takes it down as a whole: a lost rank invalidates the whole group, so nothing
+is ever repaired in place. Knows nothing of requests' meaning, of gRPC, or of when to start another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+# Before Ray is imported: it reads these once. A worker without a GPU must still see that there is none.
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from control_plane.instance import InstanceLost
+from scheduler.actor import SchedulerActor
+from scheduler.plan import Cancel, EngineCapacity, OutputBatch
+from scheduler.request import NewRequest
+from scheduler.scheduler import SchedulerConfig
+from worker.actor import WorkerActor
+from worker.executor import WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 1.0  # the scheduler actor answers at least this often
+SILENCE_S = 10.0  # an actor that says nothing for this long is taken for dead
+
+
+class StartError(RuntimeError):
+    """An instance could not be started. The message says what is missing and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceConfig:
+    """All that it takes to start an instance."""
+
+    worker: WorkerConfig
+    scheduler: SchedulerConfig
+    step_timeout_s: float  # an iteration that takes longer counts as hung
+    placement_timeout_s: float = 60.0  # how long to wait for CPUs and GPUs to become free
+    gpus_per_rank: int = 0  # 0: the CPU backend
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """Ray resources: the scheduler's, then one bundle per rank."""
+        rank: dict[str, float] = {"CPU": 1, **({"GPU": self.gpus_per_rank} if self.gpus_per_rank else {})}
+        return [{"CPU": 1}, *[dict(rank) for _ in range(self.worker.tensor_parallel_size)]]
+
+
+def connect(num_cpus: int) -> None:
+    """Join the Ray cluster that RAY_ADDRESS names, or start a local one that lives as long as this process.
+
+    The local one asks every caller for a token that only this process and its children know, since Ray runs
+    whatever it is sent (CVE-2023-48022).
+    """
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(log_to_driver=False, logging_level=logging.WARNING)
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    ray.init(
+        address="local",
+        num_cpus=max(num_cpus, os.cpu_count() or 1),
+        include_dashboard=False,
+        object_store_memory=128 * 2**20,  # plans and tokens only; KV and weights never pass through it
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        _node_ip_address="127.0.0.1",
+    )
+
+
+class RayInstance:
+    """A running instance as the front end sees it. Made by `start_instance`."""
+
+    def __init__(
+        self, name: str, capacity: EngineCapacity, group: PlacementGroup, scheduler: Any, workers: Sequence[Any]
+    ) -> None:
+        self.name = name
+        self.capacity = capacity
+        self._group = group
+        self._scheduler = scheduler
+        self._workers = list(workers)
+        # Calls that never return: they fail at once when their actor dies, even while nothing runs.
+        self._lifelines = [asyncio.ensure_future(_wait(worker.lifeline.remote())) for worker in workers]
+
+    async def submit(self, requests: Sequence[NewRequest]) -> None:
+        """Queue requests for the next plan. Raises InstanceLost."""
+        await self._call(self._scheduler.submit.remote(list(requests)))
+
+    async def cancel(self, cancels: Sequence[Cancel]) -> None:
+        """Ask for the end of requests. Raises InstanceLost."""
+        await self._call(self._scheduler.cancel.remote(list(cancels)))
+
+    async def flush_cache(self) -> int:
+        """Drop the cached pages that no request uses; how many. Raises InstanceLost."""
+        return int(await self._call(self._scheduler.flush_cache.remote()))
+
+    async def next_outputs(self) -> list[OutputBatch]:
+        """Wait for the next outputs. Raises InstanceLost as soon as any of the actors is gone or silent."""
+        while True:
+            outputs: list[OutputBatch] = await self._call(self._scheduler.next_outputs.remote(POLL_S))
+            if outputs:
+                return outputs
+
+    async def close(self) -> None:
+        """End all actors and give their resources back. Idempotent."""
+        for lifeline in self._lifelines:
+            lifeline.cancel()
+        await asyncio.to_thread(_take_down, self._group, [self._scheduler, *self._workers])
+
+    async def _call(self, ref: Any) -> Any:
+        answer = asyncio.ensure_future(_wait(ref))
+        done, _ = await asyncio.wait([answer, *self._lifelines], timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            if answer in done:
+                return answer.result()
+            if not done:
+                raise InstanceLost(f"{self.name}: its scheduler has not answered for {SILENCE_S:g} s")
+            raise InstanceLost(f"{self.name}: a worker process ended")
+        except RayError as error:
+            raise InstanceLost(f"{self.name}: {describe(error)}") from error
+        finally:
+            answer.cancel()
+
+
+async def start_instance(name: str, config: InstanceConfig, progress: Callable[[str], None]) -> RayInstance:
+    """Place, start and load one instance. Raises StartError.
+
+    `progress` hears in one line each what is being done.
+    """
+    group = await _place(config, progress)
+    actors: list[Any] = []
+    try:
+        ranks = range(config.worker.tensor_parallel_size)
+        workers = [
+            WorkerActor.options(
+                num_cpus=1, num_gpus=config.gpus_per_rank, max_restarts=0, scheduling_strategy=_in(group, 1 + rank)
+            ).remote(config.worker, rank)
+            for rank in ranks
+        ]
+        actors += workers
+        progress("starting worker processes")
+        rendezvous = await _wait(workers[0].rendezvous.remote())
+        capacity = await _load(workers, rendezvous, progress)
+        scheduler = SchedulerActor.options(num_cpus=1, max_restarts=0, scheduling_strategy=_in(group, 0)).remote(
+            config.scheduler, capacity, workers, config.step_timeout_s
+        )
+        actors.append(scheduler)
+        await _wait(scheduler.start.remote())
+        return RayInstance(name, capacity, group, scheduler, workers)
+    except RayError as error:
+        await asyncio.to_thread(_take_down, group, actors)
+        raise StartError(describe(error)) from error
+    except BaseException:
+        await asyncio.to_thread(_take_down, group, actors)
+        raise
+
+
+def describe(error: BaseException) -> str:
+    """One line for a user: a remote exception's own words, or which kind of process is gone."""
+    if isinstance(error, RayTaskError) and error.cause is not None:
+        error = error.cause
+    if isinstance(error, RayActorError):
+        return "an engine process ended unexpectedly (out of memory? `nanoflow doctor` checks)"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+async def _place(config: InstanceConfig, progress: Callable[[str], None]) -> PlacementGroup:
+    progress("waiting for free CPUs" + (" and GPUs" if config.gpus_per_rank else ""))
+    group = placement_group(config.bundles, strategy="STRICT_PACK")
+    try:
+        await asyncio.wait_for(_wait(group.ready()), config.placement_timeout_s)
+    except TimeoutError:
+        remove_placement_group(group)
+        free = ray.available_resources()
+        raise StartError(
+            f"no node has the resources for an instance: {config.bundles} are needed on one node, "
+            f"CPU {free.get('CPU', 0):g} and GPU {free.get('GPU', 0):g} are free in the cluster. "
+            "Add a node, or lower --tensor-parallel-size"
+        ) from None
+    return group
+
+
+async def _load(workers: Sequence[Any], rendezvous: str, progress: Callable[[str], None]) -> EngineCapacity:
+    """Load all ranks side by side; the capacity that they agreed on."""
+    loads = asyncio.gather(*[_wait(worker.load.remote(rendezvous)) for worker in workers])
+    try:
+        while not loads.done():
+            progress(await _wait(workers[0].progress.remote()))
+            await asyncio.wait([loads], timeout=0.5)
+        capacities: list[EngineCapacity] = await loads
+    finally:
+        loads.cancel()
+    if any(capacity != capacities[0] for capacity in capacities):
+        raise StartError(f"the ranks disagree about what fits: {capacities}; give --num-gpu-blocks-override")
+    return capacities[0]
+
+
+def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:
+    return PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=bundle)
+
+
+def _take_down(group: PlacementGroup, actors: Sequence[Any]) -> None:
+    for actor in actors:
+        ray.kill(actor)
+    remove_placement_group(group)
+
+
+async def _wait(ref: Any) -> Any:
+    return await ref

@@ -1,0 +1,169 @@
+"""The `nanoflow` command. Each subcommand is a few lines: parse, call, say how it ended.
+
+Errors that a user can mend end in one line on stderr and exit code 2; Python's traceback is for our own faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from autosearch.pipeline import InvalidScheduleError
+from autosearch.specs import UnsupportedModelError
+from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
+from control_plane.flags import configured
+from control_plane.options import ConfigError
+
+app = typer.Typer(
+    name="nanoflow",
+    help="Serve large language models. `nanoflow serve MODEL` starts a server, `nanoflow doctor` checks the machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench_app = typer.Typer(help="Benchmarks. Each prints its setting and ends in one JSON line.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+
+
+@app.command()
+@configured(ALL_GROUPS)
+def serve(engine: EngineConfig, server: ServerConfig, log: LogConfig) -> None:
+    """Serve a model by gRPC, with metrics for Prometheus, until SIGTERM."""
+    from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
+
+    _set_up_logging(log)
+    raise typer.Exit(asyncio.run(run(engine, server)))
+
+
+@app.command()
+@configured(ALL_GROUPS)
+def generate(
+    engine: EngineConfig,
+    log: LogConfig,
+    prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
+    token_ids: Annotated[str | None, typer.Option(help="Token ids to go on from, as 1,2,3.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Output tokens at most. Default: what the context holds.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
+) -> None:
+    """Generate once in this process, without Ray, and print the answer as it comes."""
+    from control_plane.generate import Question, run
+
+    _set_up_logging(log)
+    question = Question(prompt, token_ids, max_tokens, temperature, ignore_eos)
+    raise typer.Exit(asyncio.run(run(engine, question, as_json)))
+
+
+@app.command("convert-gguf")
+def convert_gguf(
+    gguf_file: Annotated[Path, typer.Argument(help="A GGUF file of a LLaMA model.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write, in Hugging Face's layout.")],
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    replace: Annotated[bool, typer.Option("--replace", help="Replace the folder if it exists.")] = False,
+) -> None:
+    """Convert a GGUF file once into a folder of safetensors, config and tokenizer."""
+    from worker.gguf_conversion import convert_gguf as convert
+
+    with _progress() as bar:
+        task = bar.add_task("reading", total=1.0)
+        convert(
+            gguf_file,
+            folder,
+            dtype,
+            replace=replace,
+            progress=lambda what, share: bar.update(task, description=what, completed=share),
+        )
+    typer.echo(f"wrote {folder}")
+
+
+@app.command()
+@configured(ALL_GROUPS)
+def doctor(
+    server: ServerConfig,
+    model: Annotated[Path | None, typer.Argument(help="A model folder to check as well.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
+) -> None:
+    """Check Ray, GPUs, ports, disk and memory: what is wrong, and how to mend it."""
+    from control_plane import doctor as checks
+    from control_plane.host_facts import gather
+
+    facts = gather(
+        host=server.host,
+        ports=[("gRPC", "--port", server.port), ("metrics", "--metrics-port", server.metrics_port)],
+        folders={"current folder": Path.cwd(), "Ray's files": Path(tempfile.gettempdir())},
+        environ=os.environ,
+        model=model,
+    )
+    findings = checks.diagnose(facts)
+    if as_json:
+        typer.echo(checks.to_json(findings))
+    else:
+        checks.show(findings, Console())
+    raise typer.Exit(checks.exit_code(findings))
+
+
+@app.callback(invoke_without_command=True)
+def version(
+    show: Annotated[bool, typer.Option("--version", help="Print the version.", is_eager=True)] = False,
+) -> None:
+    """Options of the command itself."""
+    if show:
+        from importlib.metadata import version as installed
+
+        typer.echo(installed("nanoflow-runtime"))
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except user_errors() as error:
+        errors.print(f"nanoflow: {error}")
+        raise SystemExit(2) from None
+
+
+def user_errors() -> tuple[type[Exception], ...]:
+    """Errors whose message tells a user what to mend. Only those whose module is loaded can have been raised."""
+    found: list[type[Exception]] = [ConfigError, UnsupportedModelError, InvalidScheduleError]
+    by_module = {
+        "worker.executor": ("CapacityError",),
+        "worker.weights": ("ModelLoadError",),
+        "worker.sharding": ("ShardingError",),
+        "worker.gguf_conversion": ("ConversionError",),
+        "control_plane.errors": ("ApiError",),
+        "control_plane.cluster": ("StartError",),
+    }
+    for module, names in by_module.items():
+        if module in sys.modules:
+            found += [getattr(sys.modules[module], name) for name in names]
+    return tuple(found)
+
+
+def _set_up_logging(config: LogConfig) -> None:
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+    )
+
+
+def _progress() -> Any:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=not os.environ.get("CI"))
+
+
+if __name__ == "__main__":
+    main()
