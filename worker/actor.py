@@ -10,7 +10,8 @@ from pathlib import Path
 import ray
 
 from scheduler.plan import EngineCapacity, IterationPlan, StepResult
-from worker.executor import Worker, WorkerConfig
+from worker.config import WorkerConfig
+from worker.executor import Worker
 
 
 class WorkerService:

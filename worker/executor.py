@@ -12,7 +12,6 @@ import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from autosearch.specs import ModelSpec
 from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.batch_input import SampleRows, SlotTable, build_batch
+from worker.config import WorkerConfig as WorkerConfig
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.decoder import Decoder
 from worker.models.loading import load_weights
@@ -39,28 +39,6 @@ _DTYPES = {"auto": torch.float32, "float32": torch.float32}
 
 class CapacityError(ValueError):
     """The limits asked for leave no room to run; the message says which to change."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """Everything that a rank needs to start. The same for all ranks of an instance."""
-
-    model_dir: Path  # Hugging Face folder
-    load_format: str = "auto"  # auto, safetensors: real weights; dummy: random ones from config.json alone
-    dtype: str = "auto"  # of weights, activations and KV; on a CPU float32
-    device: str = "cpu"
-    tensor_parallel_size: int = 1
-    max_batch_tokens: int = 256  # B_dense
-    max_slots: int = 64  # live requests at most
-    max_model_len: int | None = None  # prompt + output tokens of a request; None: as many as model and pages allow
-    page_size: int = 16  # tokens per KV page
-    num_pages: int | None = None  # None: as many as kv_cache_bytes hold
-    kv_cache_bytes: int = 512 << 20  # per rank; read when num_pages is None
-    nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential
-    schedule_files: tuple[Path, ...] = ()  # PipelineSchedules to run instead of the built-in ones
-    seed: int = 0  # of dummy weights
-    num_threads: int | None = None  # CPU threads of one rank; None: torch's choice
-    join_timeout_s: float = 600.0  # for ranks to find each other, and for any one collective
 
 
 class Worker:
