@@ -77,38 +77,36 @@ class ModelSpec:
     def from_config(cls, config: dict[str, Any]) -> ModelSpec:
         """From the parsed config.json. Raises UnsupportedModelError, naming the key that is wrong."""
         architecture = _architecture(config)
-        hidden_size = _int(config, "hidden_size")
-        num_heads = _int(config, "num_attention_heads")
-        head_dim = config.get("head_dim") or hidden_size // num_heads
-        if config.get("hidden_act", "silu") not in ("silu", "swish"):
-            raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported: only silu is")
-        _refuse_sliding_window(config, architecture)
+        config = {**_DEFAULTS[architecture], **config}
+        hidden_size, num_heads = _int(config, "hidden_size"), _int(config, "num_attention_heads")
+        num_kv_heads = num_heads if config.get("num_key_value_heads") is None else _int(config, "num_key_value_heads")
+        _refuse_unknown_features(config, architecture)
+        head_dim = _head_dim(config, hidden_size, num_heads, num_kv_heads)
         num_experts = 0
         if architecture == "mixtral":
             # Renamed in transformers 5; both are read.
             num_experts = _int(config, "num_local_experts", "num_experts")
-        attention_bias = bool(config.get("attention_bias", False))
-        eos = config.get("eos_token_id")
+        biased = architecture == "llama" and bool(config.get("attention_bias"))
         return cls(
             architecture=architecture,
             num_layers=_int(config, "num_hidden_layers"),
             hidden_size=hidden_size,
             num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=int(head_dim),
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
             intermediate_size=_int(config, "intermediate_size"),
             vocab_size=_int(config, "vocab_size"),
             max_position=_int(config, "max_position_embeddings"),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            norm_eps=_number(config, "rms_norm_eps"),
             rope=_rope(config),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            qkv_bias=architecture == "qwen2" or attention_bias,
-            o_bias=architecture != "qwen2" and attention_bias,
-            mlp_bias=bool(config.get("mlp_bias", False)),
+            qkv_bias=architecture == "qwen2" or biased,
+            o_bias=biased,
+            mlp_bias=architecture == "llama" and bool(config.get("mlp_bias")),
             num_experts=num_experts,
-            experts_per_token=_int(config, "num_experts_per_tok") if num_experts else 0,
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+            experts_per_token=_experts_per_token(config, num_experts),
+            bos_token_id=next(iter(_token_ids(config, "bos_token_id")), None),
+            eos_token_ids=_token_ids(config, "eos_token_id"),
         )
 
     @property
@@ -119,6 +117,19 @@ class ModelSpec:
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "MixtralForCausalLM": "mixtral"}
 _MODEL_TYPES = {"llama": "llama", "qwen2": "qwen2", "mixtral": "mixtral"}
+# What an absent key means, as in transformers' configuration classes. Shapes have no defaults here.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "bos_token_id": 1, "eos_token_id": 2},
+    "qwen2": {"rope_theta": 10000.0, "rms_norm_eps": 1e-6, "num_key_value_heads": 32},
+    "mixtral": {
+        "rope_theta": 1000000.0,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "num_experts_per_tok": 2,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+}
 
 
 def _architecture(config: dict[str, Any]) -> str:
@@ -143,36 +154,123 @@ def _int(config: dict[str, Any], *names: str) -> int:
     raise UnsupportedModelError(f"config.json lacks {' / '.join(names)}")
 
 
-def _refuse_sliding_window(config: dict[str, Any], architecture: str) -> None:
+def _token_ids(config: dict[str, Any], name: str) -> tuple[int, ...]:
+    """A token id, a list of them, or null."""
+    value = config.get(name)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise UnsupportedModelError(f"config.json: {name} must be a token id or a list of them, not {value!r}")
+    return tuple(ids)
+
+
+def _head_dim(config: dict[str, Any], hidden_size: int, num_heads: int, num_kv_heads: int) -> int:
+    if num_heads % num_kv_heads:
+        raise UnsupportedModelError(
+            f"config.json: num_key_value_heads {num_kv_heads} does not divide num_attention_heads {num_heads}"
+        )
+    if config.get("head_dim") is None and hidden_size % num_heads:
+        raise UnsupportedModelError(
+            f"config.json: num_attention_heads {num_heads} does not divide hidden_size {hidden_size}, "
+            "and there is no head_dim"
+        )
+    head_dim = hidden_size // num_heads if config.get("head_dim") is None else _int(config, "head_dim")
+    if head_dim % 2:
+        raise UnsupportedModelError(f"config.json: head_dim {head_dim} is odd, but rope turns pairs of dimensions")
+    return head_dim
+
+
+def _experts_per_token(config: dict[str, Any], num_experts: int) -> int:
+    if not num_experts:
+        return 0
+    count = _int(config, "num_experts_per_tok")
+    if count > num_experts:
+        raise UnsupportedModelError(f"config.json: num_experts_per_tok {count} is more than the {num_experts} experts")
+    return count
+
+
+def _refuse_unknown_features(config: dict[str, Any], architecture: str) -> None:
+    if config.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise UnsupportedModelError(f"hidden_act {config['hidden_act']!r} is not supported: only silu is")
+    if config.get("quantization_config"):
+        raise UnsupportedModelError("quantised weights (quantization_config) are not supported: use the plain model")
+    if config.get("partial_rotary_factor") not in (None, 1.0):
+        raise UnsupportedModelError("partial_rotary_factor is not supported: the whole head must be rotated")
     window = config.get("sliding_window")
-    uses = config.get("use_sliding_window", architecture == "mixtral")
-    if window and uses and window < _int(config, "max_position_embeddings"):
-        raise UnsupportedModelError(f"sliding_window {window} is not supported: only full attention is")
+    if architecture == "llama" or not window or window >= _int(config, "max_position_embeddings"):
+        return
+    if architecture == "qwen2":
+        if not config.get("use_sliding_window", False):
+            return
+        layers = _int(config, "num_hidden_layers")
+        kinds = config.get("layer_types") or ["full_attention"] * min(config.get("max_window_layers", 28), layers)
+        if kinds == ["full_attention"] * layers:
+            return
+    raise UnsupportedModelError(f"sliding_window {window} is not supported: only full attention is")
 
 
 def _rope(config: dict[str, Any]) -> RopeSpec:
-    """Both spellings: `rope_theta` + `rope_scaling` (with `type` or `rope_type`), and `rope_parameters`."""
-    params: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    kind = params.get("rope_type", params.get("type", "default"))
-    theta = float(params.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if config.get("partial_rotary_factor", params.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
+    """Both spellings: `rope_theta` + `rope_scaling` (with `type` or `rope_type`), and `rope_parameters`.
+
+    Where a config.json has both, `rope_scaling` counts, as in transformers.
+    """
+    params: dict[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(params, dict):
+        raise UnsupportedModelError(f"config.json: rope scaling must be a JSON object, not {params!r}")
+    kind = params.get("rope_type") or params.get("type") or "default"
+    theta = _number(params, "rope_theta", config["rope_theta"])
+    if params.get("partial_rotary_factor") not in (None, 1.0):
         raise UnsupportedModelError("partial_rotary_factor is not supported: the whole head must be rotated")
     if kind == "default":
         return RopeSpec(theta=theta)
-    if kind not in ("linear", "llama3", "yarn"):
-        raise UnsupportedModelError(f"rope type {kind!r} is not supported: default, linear, llama3 and yarn are")
-    if "factor" not in params:
-        raise UnsupportedModelError(f"config.json: rope type {kind!r} needs a factor")
-    original = params.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-    optional = {"low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"}
+    if kind == "linear":
+        return RopeSpec(theta=theta, kind=kind, factor=_number(params, "factor"))
+    max_position = _int(config, "max_position_embeddings")
+    # A key beside the rope parameters counts more than the one among them.
+    original = _int(
+        {"original_max_position_embeddings": max_position, **_given(params), **_given(config)},
+        "original_max_position_embeddings",
+    )
+    if kind == "llama3":
+        return RopeSpec(
+            theta=theta,
+            kind=kind,
+            factor=_number(params, "factor"),
+            original_max_position=original,
+            low_freq_factor=_number(params, "low_freq_factor"),
+            high_freq_factor=_number(params, "high_freq_factor"),
+        )
+    if kind == "yarn":
+        return _yarn(params, theta, original, max_position)
+    raise UnsupportedModelError(f"rope type {kind!r} is not supported: default, linear, llama3 and yarn are")
+
+
+def _yarn(params: dict[str, Any], theta: float, original: int, max_position: int) -> RopeSpec:
+    def optional(name: str) -> float | None:
+        return None if params.get(name) is None else _number(params, name)
+
     return RopeSpec(
         theta=theta,
-        kind=kind,
-        factor=float(params["factor"]),
-        original_max_position=int(original or config.get("max_position_embeddings") or 0),
-        attention_factor=params.get("attention_factor"),
-        mscale=params.get("mscale"),
-        mscale_all_dim=params.get("mscale_all_dim"),
+        kind="yarn",
+        factor=max_position / original if params.get("factor", 0) is None else _number(params, "factor"),
+        original_max_position=original,
+        beta_fast=_number(params, "beta_fast", 32.0),
+        beta_slow=_number(params, "beta_slow", 1.0),
+        attention_factor=optional("attention_factor"),
+        mscale=optional("mscale"),
+        mscale_all_dim=optional("mscale_all_dim"),
         truncate=bool(params.get("truncate", True)),
-        **{name: float(params[name]) for name in optional if params.get(name) is not None},
     )
+
+
+def _given(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if value is not None}
+
+
+def _number(params: dict[str, Any], name: str, default: float | None = None) -> float:
+    """A positive number; zero or null where there is a default count as absent."""
+    value = params.get(name)
+    if default is not None and not value:
+        value = default
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise UnsupportedModelError(f"config.json: {name} must be a positive number, not {value!r}")
+    return float(value)
