@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane.options import ConfigError, option
+from control_plane.options import ConfigError, default_of, option
+from worker.config import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,32 +23,50 @@ class EngineConfig:
         "Model folder in Hugging Face's layout: config.json, safetensors, tokenizer.json.", positional=True
     )
     dtype: str = option(
-        "Type of weights and KV cache; auto is float32 on a CPU.",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        "Type of weights, activations and KV cache; auto is float32 on a CPU.",
+        default=default_of(WorkerConfig, "dtype"),
+        choices=("auto", "float32"),
     )
     load_format: str = option(
         "Where weights come from; dummy makes random ones from config.json alone, for benchmarks.",
-        default="auto",
+        default=default_of(WorkerConfig, "load_format"),
         choices=("auto", "safetensors", "dummy"),
     )
-    tensor_parallel_size: int = option("Ranks that one instance is split over.", default=1, low=1)
+    tensor_parallel_size: int = option(
+        "Ranks that one instance is split over.", default=default_of(WorkerConfig, "tensor_parallel_size"), low=1
+    )
     max_num_batched_tokens: int = option(
-        "Tokens of a full iteration: the constant batch size B_dense.", default=256, low=1
+        "Tokens of a full iteration: the constant batch size B_dense.",
+        default=default_of(WorkerConfig, "max_batch_tokens"),
+        low=1,
     )
-    max_num_seqs: int = option("Requests that may run at once.", default=64, low=1)
+    max_num_seqs: int = option("Requests that may run at once.", default=default_of(WorkerConfig, "max_slots"), low=1)
     max_model_len: int | None = option(
-        "Prompt and output tokens of one request at most.", default=None, low=1, unset="what the model and memory hold"
+        "Prompt and output tokens of one request at most.",
+        default=default_of(WorkerConfig, "max_model_len"),
+        low=1,
+        unset="what the model and its pages hold",
     )
-    block_size: int = option("Tokens of one KV page.", default=16, low=1)
+    block_size: int = option("Tokens of one KV page.", default=default_of(WorkerConfig, "page_size"), low=1)
+    kv_cache_memory_bytes: int = option(
+        "Bytes for the KV cache of each rank.", default=default_of(WorkerConfig, "kv_cache_bytes"), low=1
+    )
     num_gpu_blocks_override: int | None = option(
-        "KV pages, instead of as many as memory holds.", default=None, low=1, unset="from memory"
-    )
-    kv_cache_memory_bytes: int | None = option(
-        "Bytes for the KV cache of each rank.", default=None, low=1, unset="from free memory"
+        "KV pages; overrides --kv-cache-memory-bytes.",
+        default=default_of(WorkerConfig, "num_pages"),
+        low=1,
+        unset="as many as those bytes hold",
     )
     enable_prefix_caching: bool = option("Keep KV pages of earlier prompts and reuse them.", default=True)
-    seed: int = option("Seed of dummy weights and of requests that name none.", default=0, low=0, high=2**63 - 1)
+    nano_batches: int = option(
+        "Nano-batches that each iteration is split into; 1 is sequential.",
+        default=default_of(WorkerConfig, "nano_batches"),
+        low=1,
+    )
+    num_threads: int | None = option(
+        "CPU threads of each rank.", default=default_of(WorkerConfig, "num_threads"), low=1, unset="torch's choice"
+    )
+    seed: int = option("Seed of dummy weights.", default=default_of(WorkerConfig, "seed"), low=0, high=2**63 - 1)
     step_timeout: float = option(
         "Seconds after which an iteration counts as hung and the instance is rebuilt.", default=60.0, low=0.1
     )
