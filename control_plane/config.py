@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from control_plane.options import ConfigError, default_of, option
+from control_plane.validation import Limits
 from worker.config import WorkerConfig
 
 
@@ -74,7 +75,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Server: where it listens, who may call, how much it queues."""
+    """Server: where it listens and who may call."""
 
     served_model_name: str | None = option("Name of the model in the API.", default=None, unset="the folder's name")
     host: str = option("Address to listen on; 0.0.0.0 is every interface.", default="127.0.0.1")
@@ -92,8 +93,6 @@ class ServerConfig:
         "CA of client certificates (PEM); when given, clients must have one (mTLS).", default=None, unset="no mTLS"
     )
     shutdown_timeout: float = option("Seconds that running requests have to finish after SIGTERM.", default=30.0, low=0)
-    max_num_queued_reqs: int = option("Requests that may wait; more are refused.", default=1024, low=1)
-    max_num_queued_tokens: int = option("Prompt tokens that may wait; more are refused.", default=1_000_000, low=1)
 
     def __post_init__(self) -> None:
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
@@ -113,4 +112,4 @@ class LogConfig:
     )
 
 
-ALL_GROUPS = (EngineConfig, ServerConfig, LogConfig)  # what a configuration file may speak of
+ALL_GROUPS = (EngineConfig, ServerConfig, Limits, LogConfig)  # what a configuration file may speak of

@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from control_plane.options import ConfigError, Option, load, options_of, unknown_variables
+from control_plane.options import ConfigError, Option, load, options_of, title_of, unknown_variables
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _annotation(option: Option, group: type) -> Any:
     text = option.description
     if option.positional:
         return Annotated[str | None, typer.Argument(metavar=option.flag, help=text, show_default=False)]
-    panel = (group.__doc__ or group.__name__).splitlines()[0].rstrip(".")
+    panel = title_of(group)
     if option.kind is bool:
         names = f"{option.flag}/--no-{option.key}"
         return Annotated[bool | None, typer.Option(names, help=text, show_default=False, rich_help_panel=panel)]

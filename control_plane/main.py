@@ -22,6 +22,7 @@ from autosearch.specs import UnsupportedModelError
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.options import ConfigError
+from control_plane.validation import Limits
 
 app = typer.Typer(
     name="nanoflow",
@@ -38,12 +39,12 @@ errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 @app.command()
 @configured(ALL_GROUPS)
-def serve(engine: EngineConfig, server: ServerConfig, log: LogConfig) -> None:
+def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogConfig) -> None:
     """Serve a model by gRPC, with metrics for Prometheus, until SIGTERM."""
     from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
 
     _set_up_logging(log)
-    raise typer.Exit(asyncio.run(run(engine, server)))
+    raise typer.Exit(asyncio.run(run(engine, server, limits)))
 
 
 @app.command()

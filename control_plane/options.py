@@ -107,6 +107,11 @@ def default_of(config: type, name: str) -> Any:
     return found.default
 
 
+def title_of(group: type) -> str:
+    """The first sentence of a group's docstring, as a heading."""
+    return (group.__doc__ or group.__name__).splitlines()[0].split(". ")[0].rstrip(".")
+
+
 def options_of(*groups: type) -> tuple[Option, ...]:
     """All options of the groups in their order."""
     found = []

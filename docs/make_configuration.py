@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from control_plane.config import ALL_GROUPS
-from control_plane.options import Option, options_of
+from control_plane.options import Option, options_of, title_of
 
 TARGET = Path(__file__).with_name("configuration.md")
 
@@ -36,8 +36,7 @@ def render() -> str:
     parts = [INTRODUCTION]
     for group in ALL_GROUPS:
         rows = "\n".join(_row(each) for each in options_of(group))
-        title = (group.__doc__ or "").splitlines()[0].rstrip(".")
-        parts.append(f"## {title}\n\n| flag | variable | default | meaning |\n|---|---|---|---|\n{rows}\n")
+        parts.append(f"## {title_of(group)}\n\n| flag | variable | default | meaning |\n|---|---|---|---|\n{rows}\n")
     return "\n".join(parts)
 
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.options import ConfigError, options_of
+from control_plane.validation import Limits
 
 
 def make_app(seen: list[object]) -> typer.Typer:
@@ -19,8 +20,8 @@ def make_app(seen: list[object]) -> typer.Typer:
 
     @app.command()
     @configured(ALL_GROUPS)
-    def serve(engine: EngineConfig, server: ServerConfig, log: LogConfig) -> None:
-        seen.extend([engine, server, log])
+    def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogConfig) -> None:
+        seen.extend([engine, server, limits, log])
 
     @app.command()
     @configured(ALL_GROUPS)
@@ -47,14 +48,15 @@ def run(*args: str) -> tuple[int, str, list[object]]:
 
 def test_flags_fill_the_groups_that_a_command_takes(tmp_path):
     config = tmp_path / "c.yaml"
-    config.write_text("max-model-len: 64\nport: 7777\nmax_num_seqs: 5")
+    config.write_text("max-model-len: 64\nport: 7777\nmax_num_seqs: 5\nmax_num_queued_reqs: 3")
     flags = ("m", "--max-num-seqs", "9", "--no-enable-prefix-caching", "--config", str(config))
-    code, output, (engine, server, _log) = run("serve", *flags)
+    code, output, (engine, server, limits, _log) = run("serve", *flags)
     assert code == 0, output
     assert isinstance(engine, EngineConfig)
     assert isinstance(server, ServerConfig)
     assert (engine.max_num_seqs, engine.max_model_len, engine.enable_prefix_caching) == (9, 64, False)
     assert server.port == 7777
+    assert limits == Limits(max_num_queued_reqs=3)
     assert run("generate", *flags, "--prompt", "hi")[2] == [engine, "hi"]
 
 
