@@ -44,7 +44,7 @@ def ask(address: str, prompt: str, max_tokens: int) -> generation_pb2.Final:
         sampling=generation_pb2.SamplingParams(temperature=0),
         stopping=generation_pb2.StoppingParams(max_tokens=max_tokens),
     )
-    final = None
+    final: generation_pb2.Final | None = None
     with grpc.insecure_channel(address) as channel:
         for response in generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=120):
             if response.HasField("delta"):

@@ -129,7 +129,7 @@ def check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> 
 def _check_prompt_size(prompt: TextPrompt | TokenPrompt | ChatPrompt, limits: Limits) -> None:
     """Sizes only; token ids are checked against the context before anything walks over them."""
     if isinstance(prompt, TextPrompt):
-        num_bytes = len(prompt.text.encode("utf-8", "surrogatepass"))
+        num_bytes = _utf8_len("text", prompt.text)
     elif isinstance(prompt, ChatPrompt):
         if not prompt.messages:
             raise InvalidRequestError("chat.messages", "has no messages: give at least one")
@@ -140,11 +140,18 @@ def _check_prompt_size(prompt: TextPrompt | TokenPrompt | ChatPrompt, limits: Li
                 field = f"chat.messages[{index}].role"
                 raise InvalidRequestError(field, f"must have 1 to {limits.max_chat_role_len} characters")
         texts = (text for message in prompt.messages for text in (message.role, message.content))
-        num_bytes = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        num_bytes = sum(_utf8_len("chat.messages", text) for text in texts)
     else:
         return
     if num_bytes > limits.max_prompt_bytes:
         raise InvalidRequestError("prompt", f"has {num_bytes} bytes: at most {limits.max_prompt_bytes} are allowed")
+
+
+def _utf8_len(field: str, text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequestError(field, "is not valid Unicode: it has a lone surrogate") from None
 
 
 def _check_sampling(request: GenerationRequest, limits: Limits, model: ModelInfo) -> None:

@@ -1,0 +1,65 @@
+"""The latest output tokens of one request with their text, for one reader at a time.
+
+Bounded: a reader that falls too far behind is an error, and what it has taken is kept only so long that it can
+come back for it. Knows nothing of requests, time or asyncio.
+"""
+
+from __future__ import annotations
+
+from control_plane.generation import Delta
+
+
+class BufferFullError(Exception):
+    """Too many tokens wait for a reader."""
+
+
+class OutputBuffer:
+    """Tokens are numbered from 0, kept or not. Holds at most three times its limit."""
+
+    def __init__(self, limit: int) -> None:
+        """limit: tokens that nobody has taken yet, at most; about as many taken ones are kept."""
+        self._limit = limit
+        self._token_ids: list[int] = []
+        self._texts: list[str] = []
+        self._position = 0  # the next token that take() gives
+        self._num_taken = 0  # tokens before this one were given at some time
+        self.first_kept = 0  # the oldest token that seek() can go back to
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of the output so far."""
+        return self.first_kept + len(self._token_ids)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether take() has anything to give."""
+        return self._position < self.num_tokens
+
+    @property
+    def was_read(self) -> bool:
+        """Whether any token was ever given out."""
+        return self._num_taken > 0
+
+    def append(self, token_id: int, text: str) -> None:
+        """Add the next token. Raises BufferFullError, without adding it, when the limit is reached."""
+        if self.num_tokens - self._num_taken >= self._limit:
+            raise BufferFullError
+        self._token_ids.append(token_id)
+        self._texts.append(text)
+        if len(self._token_ids) > 2 * self._limit:
+            drop = min(len(self._token_ids) - self._limit, self._position - self.first_kept)
+            del self._token_ids[:drop], self._texts[:drop]
+            self.first_kept += drop
+
+    def seek(self, position: int) -> bool:
+        """Make take() go on with token `position`; False, and nothing changed, when it is not kept or not yet made."""
+        if not self.first_kept <= position <= self.num_tokens:
+            return False
+        self._position = position
+        return True
+
+    def take(self) -> Delta:
+        """Everything from the position on."""
+        start = self._position - self.first_kept
+        self._position = self._num_taken = self.num_tokens
+        return Delta(tuple(self._token_ids[start:]), "".join(self._texts[start:]), self.num_tokens)
