@@ -11,8 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
+from scheduler.scheduler_config import SchedulerConfig
 from worker.config import WorkerConfig
 
 
@@ -58,7 +60,10 @@ class EngineConfig:
         low=1,
         unset="as many as those bytes hold",
     )
-    enable_prefix_caching: bool = option("Keep KV pages of earlier prompts and reuse them.", default=True)
+    enable_prefix_caching: bool = option(
+        "Keep KV pages of earlier prompts and reuse them.",
+        default=default_of(SchedulerConfig, "enable_prefix_caching"),
+    )
     nano_batches: int = option(
         "Nano-batches that each iteration is split into; 1 is sequential.",
         default=default_of(WorkerConfig, "nano_batches"),
@@ -78,8 +83,8 @@ class ServerConfig:
     """Server: where it listens and who may call."""
 
     served_model_name: str | None = option("Name of the model in the API.", default=None, unset="the folder's name")
-    host: str = option("Address to listen on; 0.0.0.0 is every interface.", default="127.0.0.1")
-    port: int = option("Port of gRPC; 0 picks a free one.", default=50051, low=0, high=65535)
+    host: str = option("Address to listen on; 0.0.0.0 is every interface.", default=default_of(GrpcConfig, "host"))
+    port: int = option("Port of gRPC; 0 picks a free one.", default=default_of(GrpcConfig, "port"), low=0, high=65535)
     metrics_port: int = option("Port of /metrics for Prometheus; 0 picks a free one.", default=9400, low=0, high=65535)
     api_key: str | None = option(
         "Key that clients must send as `authorization: Bearer KEY`; better given as NANOFLOW_API_KEY.",
@@ -87,10 +92,37 @@ class ServerConfig:
         secret=True,
         unset="no key needed",
     )
-    ssl_keyfile: Path | None = option("Private key for TLS (PEM).", default=None, unset="no TLS")
-    ssl_certfile: Path | None = option("Certificate chain for TLS (PEM).", default=None, unset="no TLS")
+    admin_api_key: str | None = option(
+        "Key for the Admin service; better given as NANOFLOW_ADMIN_API_KEY.",
+        default=None,
+        secret=True,
+        unset="Admin answers this machine's own callers only",
+    )
+    ssl_keyfile: Path | None = option(
+        "Private key for TLS (PEM).", default=default_of(GrpcConfig, "ssl_keyfile"), unset="no TLS"
+    )
+    ssl_certfile: Path | None = option(
+        "Certificate chain for TLS (PEM).", default=default_of(GrpcConfig, "ssl_certfile"), unset="no TLS"
+    )
     ssl_ca_certs: Path | None = option(
-        "CA of client certificates (PEM); when given, clients must have one (mTLS).", default=None, unset="no mTLS"
+        "CA of client certificates (PEM); when given, clients must have one (mTLS).",
+        default=default_of(GrpcConfig, "ssl_ca_certs"),
+        unset="no mTLS",
+    )
+    grpc_reflection: bool | None = option(
+        "Tell clients such as grpcurl what services there are.",
+        default=default_of(GrpcConfig, "reflection"),
+        unset="on, unless keys would travel without TLS",
+    )
+    max_connection_age: float = option(
+        "Seconds after which a connection is asked to reconnect, so that load spreads over new servers; 0: never.",
+        default=default_of(GrpcConfig, "max_connection_age_s"),
+        low=0,
+    )
+    max_connection_age_grace: float = option(
+        "Seconds that its running calls then have; 0: for ever.",
+        default=default_of(GrpcConfig, "max_connection_age_grace_s"),
+        low=0,
     )
     shutdown_timeout: float = option("Seconds that running requests have to finish after SIGTERM.", default=30.0, low=0)
 
