@@ -48,9 +48,7 @@ def test_an_absent_key_means_what_it_means_in_transformers(family, absent):
 
 @pytest.mark.parametrize("family", CONFIG_CLASSES)
 def test_what_transformers_writes_is_read(family, tmp_path):
-    theirs = CONFIG_CLASSES[family](
-        **{k: v for k, v in minimal(family, rms_norm_eps=3e-5, rope_theta=777.0, tie_word_embeddings=True).items()}
-    )
+    theirs = CONFIG_CLASSES[family](**minimal(family, rms_norm_eps=3e-5, rope_theta=777.0, tie_word_embeddings=True))
     theirs.save_pretrained(tmp_path)
     spec = ModelSpec.from_folder(tmp_path)
     assert (spec.norm_eps, spec.rope, spec.tie_embeddings) == (3e-5, RopeSpec(theta=777.0), True)
