@@ -1,0 +1,34 @@
+"""Fixtures of the control plane's tests: small tokenizers and a trained model's folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from control_plane.tokenizer import Tokenizer
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parent))  # for harness and fake_instance, which tests import
+
+
+@pytest.fixture(scope="session")
+def stories_folder() -> Path:
+    """A trained model's folder, from NANOFLOW_SHARED or the folder `shared` beside the repository's."""
+    shared = Path(os.environ.get("NANOFLOW_SHARED", Path(__file__).resolve().parents[3] / "shared"))
+    folder = shared / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip(f"{folder} is not there")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer() -> Tokenizer:
+    """256 tokens, one per byte: any output that splits a character tests incremental decoding."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = RawTokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    raw.decoder = decoders.ByteLevel()
+    return Tokenizer(raw, {})
