@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from control_plane.tokenizer import Tokenizer
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers
+
+from control_plane.tokenizer import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))  # for harness and fake_instance, which tests import
 

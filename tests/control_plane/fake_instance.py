@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from control_plane.instance import InstanceLost
 from scheduler.plan import Cancel, EngineCapacity, LoadReport, OutputBatch, RequestEnd, ScheduleBucket, StepStats
 from scheduler.request import FinishReason, NewRequest

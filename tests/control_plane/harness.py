@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
+from fake_instance import FakeInstance
+
 from control_plane.frontend import Frontend, FrontendConfig
 from control_plane.grpc_admin import ServerInfo
 from control_plane.grpc_server import GrpcConfig, GrpcServer
@@ -15,7 +17,6 @@ from control_plane.metrics import Metrics
 from control_plane.model_info import ModelInfo
 from control_plane.pb import admin_pb2_grpc, generation_pb2_grpc
 from control_plane.validation import Limits
-from fake_instance import FakeInstance
 
 MODEL = ModelInfo(name="fake", architecture="llama", vocab_size=256, eos_token_ids=(2,))
 
@@ -47,7 +48,7 @@ def metric_value(metrics: Metrics, name: str, **labels: str) -> float:
 async def until(condition, timeout_s=5.0):
     """Wait until the condition holds; a test that waits in vain fails."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.002)
 
 

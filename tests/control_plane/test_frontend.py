@@ -6,12 +6,13 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from fake_instance import FakeInstance, output_of
+from harness import MODEL, metric_value, running_frontend, until
+
 from control_plane.errors import ApiError, ErrorKind
 from control_plane.frontend import FrontendConfig
 from control_plane.generation import CancelOutcome, Delta, Final, GenerationRequest, OnDisconnect, TokenPrompt
 from control_plane.validation import Limits
-from fake_instance import FakeInstance, output_of
-from harness import metric_value, running_frontend, until
 from scheduler.request import FinishReason
 
 PROMPT = (20, 21, 22)
@@ -60,7 +61,6 @@ async def test_a_stop_token_is_told_and_its_text_is_not(byte_tokenizer):
 
 async def test_model_eos_ids_stop_unless_ignored():
     eos = output_of(PROMPT, 2)[1]
-    from harness import MODEL
 
     async with running_frontend(model=replace(MODEL, eos_token_ids=(eos,))) as (frontend, _, _):
         _, final = await read(await frontend.generate(GREEDY))
@@ -208,7 +208,7 @@ async def test_a_reader_too_slow_is_dropped_and_others_are_not():
         slow = await frontend.generate(replace(GREEDY, max_tokens=300))
         async with slow:
             await anext(slow)
-            token_ids, final = await read(await frontend.generate(replace(GREEDY, max_tokens=60)))
+            token_ids, _ = await read(await frontend.generate(replace(GREEDY, max_tokens=60)))
             assert token_ids == output_of(PROMPT, 60)
             await until(lambda: instance.num_held == 0)
             events = [event async for event in slow]
