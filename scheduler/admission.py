@@ -1,0 +1,183 @@
+"""Which waiting requests are started in an iteration.
+
+In order of arrival, as far as slots, this iteration's prefill tokens and the forecast of pages allow. One that
+does not fit may be passed by later ones, but only so often: then nobody is started before it. Knows nothing of
+decodes, preemption or results.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect
+
+import numpy as np
+
+from scheduler import batcher
+from scheduler.kv_pages import PagePool
+from scheduler.memory_forecast import OutputLengths, PageForecast, SurvivalCurve
+from scheduler.plan import EngineCapacity, SlotStart
+from scheduler.plan_draft import PlanDraft
+from scheduler.scheduler_config import SchedulerConfig
+from scheduler.slot_table import SlotState, SlotTable
+from scheduler.tracked_request import TrackedRequest
+from scheduler.waiting_queue import WaitingQueue
+
+
+class Admission:
+    """Moves requests from the queue to slots."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        capacity: EngineCapacity,
+        pool: PagePool,
+        slots: SlotTable,
+        waiting: WaitingQueue,
+        lengths: OutputLengths,
+    ) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._pool = pool
+        self._slots = slots
+        self._waiting = waiting
+        self._lengths = lengths
+
+    def start(self, draft: PlanDraft, num_tokens: int, now: float) -> None:
+        """Start what fits into num_tokens prefill tokens beside the prefills that run already.
+
+        When anyone is started, somebody will get a row: there are pages for all who share the tokens.
+        """
+        if not len(self._waiting) or not self._slots.has_free or num_tokens <= 0:
+            return
+        room = _Room(self._config, self._capacity, self._pool, self._slots, num_tokens)
+        forecast = _Forecast(self._capacity, self._pool, self._slots, self._lengths)
+        num_blocked = 0
+        while num_blocked < min(len(self._waiting), self._config.lookahead):
+            if not self._slots.has_free or not room.has_room:
+                return
+            request = self._waiting[num_blocked]
+            hits = self._find_prefix(request)
+            if room.takes(request, hits) and forecast.takes(request, hits):
+                room.take(request, hits)
+                self._place(draft, request, hits, now)
+            elif request.passes >= self._config.max_passes:
+                return
+            else:
+                num_blocked += 1
+
+    def _find_prefix(self, request: TrackedRequest) -> list[int]:
+        """Pages that hold its leading tokens already; at least one token is left to compute."""
+        hits: list[int] = []
+        if self._config.enable_prefix_caching:
+            page_size = self._capacity.page_size
+            for index in range((len(request.tokens) - 1) // page_size):
+                page = self._pool.find(request.digest(index, page_size))
+                if page is None:
+                    break
+                hits.append(page)
+        return hits
+
+    def _place(self, draft: PlanDraft, request: TrackedRequest, hits: list[int], now: float) -> None:
+        num_cached = len(hits) * self._capacity.page_size
+        self._waiting.remove(request)
+        self._waiting.count_pass(request)
+        self._pool.acquire(hits)
+        request.pages = hits
+        request.num_published = len(hits)
+        slot = self._slots.place(request, num_cached)
+        if request.queue_s < 0:  # its first start
+            request.queue_s = now - request.arrived_s
+            request.num_cached = num_cached
+            draft.prefix_queries += request.prompt_len
+            draft.prefix_hits += num_cached
+        sampling = request.request.sampling
+        draft.add_pages(slot, 0, hits)
+        draft.starts.append(
+            SlotStart(
+                slot=slot,
+                request_id=request.request.request_id,
+                token_ids=np.array(request.tokens, np.int32),
+                num_cached=num_cached,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+                seed=sampling.seed,
+            )
+        )
+
+
+class _Room:
+    """What is left for newcomers in one iteration."""
+
+    def __init__(
+        self, config: SchedulerConfig, capacity: EngineCapacity, pool: PagePool, slots: SlotTable, num_tokens: int
+    ) -> None:
+        self._capacity = capacity
+        self._pool = pool
+        self._share = config.oldest_prefill_share
+        self._num_tokens = num_tokens
+        running = slots.by_arrival(SlotState.PREFILL)
+        self._arrivals: list[int] = slots.arrival[running].tolist()
+        self._remaining: list[int] = (slots.known - slots.computed)[running].tolist()  # in order of arrival
+        wanted = np.minimum(slots.computed[running] + num_tokens, slots.known[running])
+        wanted_pages = -(-wanted // capacity.page_size) - slots.num_pages[running]
+        self._pages_left = pool.num_available - int(wanted_pages.sum())
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any newcomer, however short, would get a token."""
+        return self._pages_left > 0 and batcher.prefill_room(self._num_tokens, self._remaining, self._share, 1) > 0
+
+    def takes(self, request: TrackedRequest, hits: list[int]) -> bool:
+        """Whether it would get a token and a page in this iteration."""
+        to_compute = len(request.tokens) - len(hits) * self._capacity.page_size
+        if not batcher.prefill_room(self._num_tokens, self._remaining, self._share, to_compute):
+            return False
+        return self._pages_left > self._pool.num_cached_among(hits)
+
+    def take(self, request: TrackedRequest, hits: list[int]) -> None:
+        """Count it in, before its hits are acquired."""
+        to_compute = len(request.tokens) - len(hits) * self._capacity.page_size
+        index = bisect(self._arrivals, request.arrival)
+        self._arrivals.insert(index, request.arrival)
+        self._remaining.insert(index, to_compute)
+        chunk = min(to_compute, self._num_tokens)
+        self._pages_left -= self._pool.num_cached_among(hits) + -(-chunk // self._capacity.page_size)
+
+
+class _Forecast:
+    """The page forecast of one iteration, made when the first newcomer asks for it."""
+
+    def __init__(self, capacity: EngineCapacity, pool: PagePool, slots: SlotTable, lengths: OutputLengths) -> None:
+        self._capacity = capacity
+        self._pool = pool
+        self._slots = slots
+        self._lengths = lengths
+        self._anyone = bool(slots.live().size)
+        self._curve: SurvivalCurve | None = None
+        self._pages: PageForecast | None = None
+
+    def takes(self, request: TrackedRequest, hits: list[int]) -> bool:
+        """Whether the peak fits with the request beside all others; if so, it is counted in."""
+        if self._curve is None or self._pages is None:
+            self._curve, self._pages = self._make()
+        generated = len(request.tokens) - request.prompt_len
+        remaining = self._curve.expected_remaining(
+            np.array([generated]), np.array([request.limit - len(request.tokens)])
+        )
+        own_tokens = len(request.tokens) - len(hits) * self._capacity.page_size
+        # Alone it always fits: one that does not was refused when it came.
+        num_pages = self._capacity.num_pages if self._anyone else math.inf
+        self._anyone = True
+        return self._pages.admit(own_tokens, float(remaining[0]), num_pages)
+
+    def _make(self) -> tuple[SurvivalCurve, PageForecast]:
+        slots, live = self._slots, self._slots.live()
+        known = slots.known[live]
+        generated = known - slots.prompt_len[live]
+        curve = self._lengths.curve(generated)
+        page_size = self._capacity.page_size
+        own_tokens = np.maximum(known, slots.computed[live]) - slots.num_hit[live] * page_size
+        remaining = curve.expected_remaining(generated, slots.limit[live] - known)
+        forecast = PageForecast(self._capacity.max_model_len, page_size, self._pool.num_hit, own_tokens, remaining)
+        return curve, forecast

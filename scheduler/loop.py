@@ -1,0 +1,114 @@
+"""The one-ahead loop: while the executor runs step i, step i+1 is planned and handed over.
+
+Works with any Executor, in one thread; other threads hand in requests and cancels. Knows nothing of policy,
+Ray or devices.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scheduler.plan import Cancel, IterationPlan, LoadReport, OutputBatch
+from scheduler.ports import Executor, PendingStep
+from scheduler.request import NewRequest
+from scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that the executor has been given."""
+
+    plan: IterationPlan
+    pending: PendingStep
+    late: bool  # the executor had finished the step before when it got this one
+
+
+class EngineLoop:
+    """Drives a scheduler and an executor; emits one OutputBatch per step, and one when others have news."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        emit: Callable[[OutputBatch], None],
+        step_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """emit is called in the loop's thread and must return soon; step_timeout_s bounds the wait for a step."""
+        self._scheduler = scheduler
+        self._executor = executor
+        self._emit = emit
+        self._step_timeout_s = step_timeout_s
+        self._clock = clock
+        self._scheduler_lock = threading.Lock()  # held while the scheduler is called
+        self._news = threading.Condition()  # guards what follows
+        self._inbox: list[NewRequest | Cancel] = []
+        self._stopping = False
+
+    def submit(self, requests: Sequence[NewRequest]) -> None:
+        """Queue requests for the next plan. From any thread."""
+        self._put(requests)
+
+    def cancel(self, cancels: Sequence[Cancel]) -> None:
+        """Ask for the end of requests; later than any submit() that has returned. From any thread."""
+        self._put(cancels)
+
+    def flush_cache(self) -> int:
+        """Forget cached prefixes; how many pages were known. From any thread."""
+        with self._scheduler_lock:
+            return self._scheduler.flush_cache()
+
+    def load(self) -> LoadReport:
+        """The scheduler's state now. From any thread."""
+        with self._scheduler_lock:
+            return self._scheduler.load()
+
+    def stop(self) -> None:
+        """Let run() return after the steps in flight; requests stay where they are. From any thread."""
+        with self._news:
+            self._stopping = True
+            self._news.notify()
+
+    def run(self) -> None:
+        """Loop until stop(). Raises ExecutorError when the executor is lost: no request will go on."""
+        flight: _Flight | None = None
+        while flight is not None or not self._stopping:
+            flight = self._turn(flight)
+
+    def _turn(self, flight: _Flight | None) -> _Flight | None:
+        """Plan and hand over the next step, then wait for the one in flight. Returns the next one."""
+        arrivals = self._take_inbox(wait=flight is None and self._scheduler.is_idle)
+        with self._scheduler_lock:
+            now = self._clock()
+            for item in arrivals:
+                self._scheduler.add(item, now) if isinstance(item, NewRequest) else self._scheduler.cancel(item, now)
+            plan = None if self._stopping else self._scheduler.plan(now)
+            ends = self._scheduler.take_ends()
+        following = None
+        if plan is not None:
+            late = flight is not None and flight.pending.done()
+            following = _Flight(plan, self._executor.submit(plan), late)
+        if ends is not None:
+            self._emit(ends)
+        if flight is not None:
+            result = flight.pending.result(self._step_timeout_s)
+            with self._scheduler_lock:
+                batch = self._scheduler.finish(flight.plan, result, self._clock(), flight.late)
+            self._emit(batch)
+        return following
+
+    def _put(self, items: Sequence[NewRequest] | Sequence[Cancel]) -> None:
+        with self._news:
+            self._inbox.extend(items)
+            self._news.notify()
+
+    def _take_inbox(self, wait: bool) -> list[NewRequest | Cancel]:
+        """What others have handed in; while idle, sleep until there is something."""
+        with self._news:
+            while wait and not self._inbox and not self._stopping:
+                self._news.wait()
+            arrivals, self._inbox = self._inbox, []
+            return arrivals

@@ -1,0 +1,424 @@
+"""The central scheduler: decides what every iteration computes, one iteration ahead of the executor.
+
+Single-threaded and passive: the loop calls it, the clock is an argument. Knows nothing of executors, threads,
+devices or text.
+
+A request waits, is placed in a slot, has its known tokens prefilled in chunks, decodes one token per iteration
+and ends. Plans are made before the results of the plan before are known, so a slot and its pages are given to
+others only when the last planned step that touches them has finished.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from array import array
+from collections import Counter, deque
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from scheduler import batcher
+from scheduler.admission import Admission
+from scheduler.kv_pages import PagePool
+from scheduler.memory_forecast import OutputLengths
+from scheduler.plan import (
+    Cancel,
+    EngineCapacity,
+    IterationPlan,
+    LoadReport,
+    OutputBatch,
+    RequestEnd,
+    StepResult,
+    StepStats,
+)
+from scheduler.plan_draft import PlanDraft
+from scheduler.ports import ExecutorError
+from scheduler.request import FinishReason, NewRequest
+from scheduler.scheduler_config import SchedulerConfig
+from scheduler.slot_table import SlotState, SlotTable, has_result
+from scheduler.tracked_request import TrackedRequest
+from scheduler.waiting_queue import WaitingQueue
+
+Int32 = NDArray[np.int32]
+
+__all__ = ["Scheduler", "SchedulerConfig"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfinished:
+    """What is kept of a plan until its result is there."""
+
+    plan: IterationPlan
+    draft: PlanDraft
+    batch_tokens: int
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The token columns of an OutputBatch."""
+
+    request_ids: tuple[str, ...]
+    token_ids: Int32
+    num_output_tokens: Int32
+
+
+_NO_TOKENS = _Tokens((), np.empty(0, np.int32), np.empty(0, np.int32))
+
+
+class Scheduler:
+    """All requests of one instance."""
+
+    def __init__(self, config: SchedulerConfig, capacity: EngineCapacity) -> None:
+        self._config = config
+        self._capacity = capacity
+        self._page_size = capacity.page_size
+        self._pool = PagePool(capacity.num_pages)
+        self._slots = SlotTable(capacity.max_slots, capacity.page_size)
+        self._waiting = WaitingQueue()
+        self._lengths = OutputLengths(capacity.max_model_len)
+        self._admission = Admission(config, capacity, self._pool, self._slots, self._waiting, self._lengths)
+        self._requests: dict[str, TrackedRequest] = {}  # all that have not ended
+        self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, id), also of ended ones
+        self._num_arrivals = 0
+        self._next_step = 0
+        self._unfinished: deque[_Unfinished] = deque()  # in step order
+        self._retiring: dict[int, list[int]] = {}  # step: slots that are free once it has finished
+        self._decode_turn = 0
+        self._ends: list[RequestEnd] = []  # not yet told
+
+    # --- what comes in ---
+
+    def add(self, request: NewRequest, now: float) -> None:
+        """Queue a request. One that can never run ends as FAILED; nothing is raised."""
+        prompt_len = len(request.prompt_token_ids)
+        limit = min(prompt_len + request.sampling.max_tokens, self._capacity.max_model_len)
+        error = self._refusal(request, prompt_len, limit)
+        if error:
+            self._ends.append(RequestEnd(request.request_id, FinishReason.FAILED, 0, 0, 0.0, 0, error))
+            return
+        tracked = TrackedRequest(request, self._num_arrivals, now, limit, array("i", request.prompt_token_ids))
+        self._num_arrivals += 1
+        self._requests[request.request_id] = tracked
+        self._waiting.push(tracked)
+        if request.timeout_s is not None:
+            heapq.heappush(self._deadlines, (now + request.timeout_s, tracked.arrival, request.request_id))
+
+    def cancel(self, cancel: Cancel, now: float) -> None:
+        """End a request; unknown and ended ids are ignored."""
+        request = self._requests.get(cancel.request_id)
+        if request is not None:
+            self._end(request, cancel.reason, now)
+
+    def flush_cache(self) -> int:
+        """Forget what pages hold, so that no later request hits them; how many were known."""
+        return self._pool.flush()
+
+    def _refusal(self, request: NewRequest, prompt_len: int, limit: int) -> str:
+        """Why a request cannot be taken; empty if it can. The control plane's validation makes this rare."""
+        max_len, num_tokens = self._capacity.max_model_len, self._capacity.num_pages * self._page_size
+        if request.request_id in self._requests:
+            return "a request with this id is running already"
+        if len(self._waiting) >= self._config.max_waiting:
+            return f"the queue is full: {self._config.max_waiting} requests are waiting"
+        if not prompt_len:
+            return "the prompt has no tokens"
+        if request.sampling.max_tokens < 1:
+            return f"max_tokens is {request.sampling.max_tokens}, it must be at least 1"
+        if prompt_len >= max_len:
+            return f"the prompt has {prompt_len} tokens, at most {max_len - 1} fit into the context"
+        if limit - 1 > num_tokens:
+            return f"prompt and output need KV for {limit - 1} tokens, the cache holds {num_tokens}"
+        return ""
+
+    # --- one iteration ---
+
+    def plan(self, now: float) -> IterationPlan | None:
+        """The next iteration, or None when there is nothing to compute yet."""
+        started = time.perf_counter()
+        self._expire(now)
+        draft = PlanDraft()
+        self._draft(draft, now)
+        while not draft.num_rows and self._unblock(draft):
+            self._draft(draft, now)
+        if not draft.num_rows:
+            return None
+        bucket = batcher.smallest_bucket(self._capacity.buckets, draft.num_tokens)
+        plan = draft.build(self._next_step, bucket)
+        self._next_step += 1
+        self._slots.last_step[plan.slots] = plan.step
+        self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, time.perf_counter() - started))
+        return plan
+
+    def finish(self, plan: IterationPlan, result: StepResult, now: float, late: bool = False) -> OutputBatch:
+        """Take in the result of the oldest unfinished plan; late: the executor had to wait for the plan.
+
+        Raises ExecutorError when the result does not belong to the plan.
+        """
+        unfinished = self._unfinished.popleft()
+        assert unfinished.plan is plan, "plans must be finished in order"
+        if result.step != plan.step or len(result.sampled) != np.count_nonzero(plan.samples):
+            raise ExecutorError(f"step {plan.step} was answered by a result that is not its own")
+        wasted = int(plan.counts[self._slots.state[plan.slots] == SlotState.ENDED].sum())
+        for fault in result.faults:
+            if self._slots.state[fault.slot] not in (SlotState.FREE, SlotState.ENDED):
+                self._end(self._slots.request(fault.slot), FinishReason.FAILED, now, fault.message)
+        self._save_full_pages(plan)
+        tokens = self._take_tokens(plan, result, now)
+        for slot in self._retiring.pop(plan.step, ()):
+            self._vacate(slot)
+        return self._batch(tokens, _stats(unfinished, result, wasted, late))
+
+    def take_ends(self) -> OutputBatch | None:
+        """Ends that no iteration has told yet (refused, cancelled, expired), or None."""
+        return self._batch(_NO_TOKENS, None) if self._ends else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether plan() has nothing to do until something is added. Plans may still be unfinished."""
+        return not self._requests
+
+    def load(self) -> LoadReport:
+        """The state between two iterations."""
+        slots, pool = self._slots, self._pool
+        coming_back = slots.where(SlotState.PREEMPTED)
+        return LoadReport(
+            num_running=len(slots.live()),
+            num_waiting=len(self._waiting) + len(coming_back),
+            num_waiting_tokens=self._waiting.num_tokens + int(slots.known[coming_back].sum()),
+            live_pages=pool.num_live,
+            cached_pages=pool.num_cached,
+            free_pages=pool.num_free,
+            total_pages=pool.num_pages,
+        )
+
+    # --- making a plan ---
+
+    def _draft(self, draft: PlanDraft, now: float) -> None:
+        self._draft_decodes(draft)
+        num_tokens = self._capacity.max_batch_tokens - len(draft.decodes)
+        if not draft.num_preemptions:  # else pages are short: nobody new
+            self._admission.start(draft, num_tokens, now)
+        self._draft_prefills(draft, num_tokens)
+
+    def _draft_decodes(self, draft: PlanDraft) -> None:
+        """All live decodes, also those whose input token is still being sampled."""
+        table, max_rows = self._slots, self._capacity.max_batch_tokens
+        slots, self._decode_turn = batcher.pick_decodes(table.where(SlotState.DECODE), self._decode_turn, max_rows)
+        growing = slots[table.computed[slots] == table.num_pages[slots] * self._page_size]
+        if len(growing) > self._pool.num_available:
+            slots, growing = self._make_room(draft, slots, growing)
+        draft.decodes, draft.decode_starts = slots, table.computed[slots]
+        draft.grown_slots, draft.grown_indexes = growing, table.num_pages[growing]
+        draft.grown_pages = self._pool.allocate(len(growing))
+        for slot, page in zip(growing.tolist(), draft.grown_pages):
+            table.request(slot).pages.append(page)
+        table.num_pages[growing] += 1
+        table.computed[slots] += 1
+        table.state[slots[table.computed[slots] + 1 == table.limit[slots]]] = SlotState.DRAIN
+
+    def _draft_prefills(self, draft: PlanDraft, num_tokens: int) -> None:
+        table = self._slots
+        slots = table.by_arrival(SlotState.PREFILL)
+        remaining = (table.known[slots] - table.computed[slots]).tolist()
+        grants = batcher.share_prefill(num_tokens, remaining, self._config.oldest_prefill_share)
+        for slot, num_granted in zip(slots.tolist(), grants):
+            self._draft_chunk(draft, slot, num_granted)
+
+    def _draft_chunk(self, draft: PlanDraft, slot: int, num_granted: int) -> None:
+        """The next num_granted tokens of a prefill, or as many as there are pages for."""
+        table, request = self._slots, self._slots.request(slot)
+        start, num_pages = int(table.computed[slot]), len(request.pages)
+        room = (num_pages + self._pool.num_available) * self._page_size - start
+        count = min(num_granted, room)
+        if count <= 0:
+            return
+        end = start + count
+        pages = self._pool.allocate(-(-end // self._page_size) - num_pages)
+        draft.add_pages(slot, num_pages, pages)
+        request.pages.extend(pages)
+        table.num_pages[slot] = len(request.pages)
+        table.computed[slot] = end
+        is_last = end == int(table.known[slot])
+        if is_last:
+            table.state[slot] = SlotState.DRAIN if end + 1 == request.limit else SlotState.DECODE
+        draft.chunks.append((slot, start, count, is_last))
+
+    # --- when pages run out ---
+
+    def _make_room(self, draft: PlanDraft, slots: Int32, growing: Int32) -> tuple[Int32, Int32]:
+        """Preempt until the pages that come free cover the growing decodes; those without a page now sit out."""
+        coming = self._pages_coming()
+        while len(growing) > self._pool.num_available + coming:
+            victims = self._victims()
+            if len(victims) < 2:
+                break
+            victim = victims[-1]
+            coming += self._preempt(draft, victim)
+            slots, growing = slots[slots != victim], growing[growing != victim]
+        by_arrival = growing[np.argsort(self._slots.arrival[growing])]
+        sitting_out = by_arrival[self._pool.num_available :]
+        return slots[~np.isin(slots, sitting_out)], growing[~np.isin(growing, sitting_out)]
+
+    def _unblock(self, draft: PlanDraft) -> bool:
+        """Nothing could be planned: whether a preemption has made pages for another try.
+
+        That is so when prompts hold all pages, none can go on, and no result can change it.
+        """
+        if self._unfinished:
+            return False
+        victims = self._victims()
+        if not victims:
+            assert not self._requests, "requests are left but nothing runs"
+            return False
+        assert len(victims) > 1, "a request alone does not fit into the pages"
+        self._preempt(draft, victims[-1])
+        return True
+
+    def _victims(self) -> list[int]:
+        """Slots whose preemption gives pages, in order of arrival: the latest goes first."""
+        table = self._slots
+        can = (table.state == SlotState.PREFILL) | (table.state == SlotState.DECODE)
+        slots = np.flatnonzero(can & (table.num_pages > 0))
+        victims: list[int] = slots[np.argsort(table.arrival[slots])].tolist()
+        return victims
+
+    def _pages_coming(self) -> int:
+        """Pages that the steps in flight will give back for sure."""
+        slots = [slot for retiring in self._retiring.values() for slot in retiring]
+        slots += self._slots.where(SlotState.DRAIN).tolist()
+        return sum(self._pool.num_sole(self._slots.request(slot).pages) for slot in slots)
+
+    def _preempt(self, draft: PlanDraft, slot: int) -> int:
+        """Send a request back to the queue; pages that this frees later, when steps in flight have finished."""
+        table, request = self._slots, self._slots.request(slot)
+        num_pages = self._pool.num_sole(request.pages)
+        table.save_tokens(slot, int(table.known[slot]))
+        table.state[slot] = SlotState.PREEMPTED
+        request.num_preemptions += 1
+        draft.num_preemptions += 1
+        return num_pages if self._retire(slot) else 0
+
+    # --- taking in a result ---
+
+    def _save_full_pages(self, plan: IterationPlan) -> None:
+        """Pages that the plan has filled: keep their tokens, and let the prefix cache know them."""
+        ends = plan.starts + plan.counts
+        fills = ends // self._page_size > plan.starts // self._page_size
+        rows = np.flatnonzero(fills & has_result(self._slots.state[plan.slots]))
+        for slot, end in zip(plan.slots[rows].tolist(), ends[rows].tolist()):
+            request = self._slots.request(slot)
+            num_full = end // self._page_size
+            self._slots.save_tokens(slot, num_full * self._page_size)
+            if self._config.enable_prefix_caching:
+                for index in range(request.num_published, num_full):
+                    self._pool.publish(request.pages[index], request.digest(index, self._page_size))
+                request.num_published = num_full
+
+    def _take_tokens(self, plan: IterationPlan, result: StepResult, now: float) -> _Tokens:
+        """Append sampled tokens to their requests, and end those that this completes."""
+        table = self._slots
+        slots = plan.slots[plan.samples]
+        kept = has_result(table.state[slots])
+        slots, token_ids = slots[kept], result.sampled[kept].astype(np.int32)
+        table.append_tokens(slots, token_ids)
+        for slot in slots[table.state[slots] == SlotState.PREEMPTED].tolist():
+            table.save_tokens(slot, int(table.known[slot]))
+        tokens = _Tokens(tuple(table.ids[slots].tolist()), token_ids, table.known[slots] - table.prompt_len[slots])
+        stopped = table.stopped(slots, token_ids)
+        complete = table.known[slots] == table.limit[slots]
+        for i in np.flatnonzero(stopped | complete).tolist():
+            reason = FinishReason.STOP if stopped[i] else FinishReason.LENGTH
+            self._end(table.request(int(slots[i])), reason, now)
+        return tokens
+
+    def _batch(self, tokens: _Tokens, stats: StepStats | None) -> OutputBatch:
+        ends, self._ends = tuple(self._ends), []
+        return OutputBatch(tokens.request_ids, tokens.token_ids, tokens.num_output_tokens, ends, stats, self.load())
+
+    # --- ends ---
+
+    def _expire(self, now: float) -> None:
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, arrival, request_id = heapq.heappop(self._deadlines)
+            request = self._requests.get(request_id)
+            if request is not None and request.arrival == arrival:
+                self._end(request, FinishReason.EXPIRED, now)
+
+    def _end(self, request: TrackedRequest, reason: FinishReason, now: float, error: str = "") -> None:
+        """A request's one and only end, wherever it is."""
+        table, slot = self._slots, request.slot
+        num_output = (int(table.known[slot]) if slot >= 0 else len(request.tokens)) - request.prompt_len
+        queue_s = request.queue_s if request.queue_s >= 0 else now - request.arrived_s
+        request_id = request.request.request_id
+        del self._requests[request_id]
+        self._ends.append(
+            RequestEnd(request_id, reason, num_output, request.num_cached, queue_s, request.num_preemptions, error)
+        )
+        if num_output and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._lengths.record(num_output)
+        if slot < 0:
+            self._waiting.remove(request)
+            return
+        was_retiring = table.state[slot] == SlotState.PREEMPTED
+        table.state[slot] = SlotState.ENDED
+        if not was_retiring:
+            self._retire(slot)
+
+    def _retire(self, slot: int) -> bool:
+        """Free a slot once no step in flight touches it; False when that was at once."""
+        last_step = int(self._slots.last_step[slot])
+        in_flight = bool(self._unfinished) and last_step >= self._unfinished[0].plan.step
+        if in_flight:
+            self._retiring.setdefault(last_step, []).append(slot)
+        else:
+            self._vacate(slot)
+        return in_flight
+
+    def _vacate(self, slot: int) -> None:
+        comes_back = self._slots.state[slot] == SlotState.PREEMPTED
+        request = self._slots.vacate(slot)
+        self._pool.release(request.pages)
+        request.pages = []
+        if comes_back:
+            self._waiting.push(request)
+
+    # --- own invariants ---
+
+    def check_integrity(self) -> None:
+        """Assert that pages, slots, queue and steps in flight agree. For tests, after every step."""
+        table = self._slots
+        self._slots.check_integrity()
+        self._waiting.check_integrity()
+        held = [request for request in table.requests if request is not None]
+        self._pool.check_integrity(Counter(page for request in held for page in request.pages))
+        with_slot = [request for request in self._requests.values() if request.slot >= 0]
+        assert len(self._requests) == len(with_slot) + len(self._waiting), "a request is nowhere"
+        assert len(with_slot) == np.count_nonzero(has_result(table.state)), "a slot's request has ended unnoticed"
+        retiring = sorted(slot for slots in self._retiring.values() for slot in slots)
+        leaving = np.flatnonzero(table.state >= SlotState.PREEMPTED).tolist()
+        assert retiring == leaving, "a slot would be freed twice or never"
+        steps = [unfinished.plan.step for unfinished in self._unfinished]
+        assert steps == list(range(self._next_step - len(steps), self._next_step)), "steps in flight are not in order"
+        assert self._retiring.keys() <= set(steps), "a slot waits for a step that is not in flight"
+
+
+def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: bool) -> StepStats:
+    plan, draft = unfinished.plan, unfinished.draft
+    return StepStats(
+        step=plan.step,
+        num_tokens=plan.num_tokens,
+        batch_tokens=unfinished.batch_tokens,
+        num_decodes=plan.num_decodes,
+        num_prompt_tokens=plan.num_tokens - plan.num_decodes,
+        num_wasted_tokens=num_wasted,
+        num_preemptions=draft.num_preemptions,
+        prefix_queries=draft.prefix_queries,
+        prefix_hits=draft.prefix_hits,
+        late=late,
+        plan_s=unfinished.plan_s,
+        idle_s=result.idle_s,
+        run_s=result.run_s,
+    )

@@ -1,0 +1,46 @@
+"""A request as the scheduler follows it, from its arrival to its end.
+
+Knows nothing of slots' state, of other requests or of policy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+from scheduler.kv_pages import page_digest, root_digest
+from scheduler.request import NewRequest
+
+
+@dataclass(slots=True, eq=False)
+class TrackedRequest:
+    """What changes about a request while it lives."""
+
+    request: NewRequest
+    arrival: int  # number in order of arrival, unique
+    arrived_s: float
+    limit: int  # it ends when prompt and output together have this many tokens
+    tokens: array[int]  # known tokens; while it has a slot, those of the last page may be in SlotTable.tail only
+    digests: list[bytes] = field(default_factory=list)  # of its full pages, as far as anyone asked
+    pages: list[int] = field(default_factory=list)  # page i holds tokens [i * page_size, (i + 1) * page_size)
+    num_published: int = 0  # leading pages that the prefix cache knows
+    slot: int = -1  # -1: it waits
+    passes: int = 0  # requests that came later and were started before it
+    num_cached: int = 0  # prompt tokens from the prefix cache when it was first started
+    queue_s: float = -1.0  # from arrival to its first start; -1: never started
+    num_preemptions: int = 0
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    def digest(self, page_index: int, page_size: int) -> bytes:
+        """Digest of its full page [page_index]; the tokens up to that page's end must be in `tokens`."""
+        while len(self.digests) <= page_index:
+            index = len(self.digests)
+            parent = self.digests[-1] if index else root_digest(self.request.cache_salt)
+            page = self.tokens[index * page_size : (index + 1) * page_size]
+            assert len(page) == page_size, "digest of a page that is not full"
+            self.digests.append(page_digest(parent, page.tobytes()))
+        return self.digests[page_index]
