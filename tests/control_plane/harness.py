@@ -73,20 +73,15 @@ async def running_frontend(
 
 
 @asynccontextmanager
-async def running_service(instance=True, *, grpc_config=None, channel_options=(), metadata=(), **kwargs):
+async def running_service(instance=True, *, grpc_config=None, channel_options=(), **kwargs):
     """A server on a free port of the loopback interface, and a client's channel to it."""
     async with running_frontend(instance, **kwargs) as (frontend, metrics, instance_):
         server = GrpcServer(frontend, ServerInfo("1.2.3"), grpc_config or GrpcConfig(port=0))
         address = f"127.0.0.1:{await server.start()}"
-        async with grpc.aio.insecure_channel(address, options=channel_options) as channel:
-            yield Service(
-                frontend,
-                metrics,
-                instance_,
-                server,
-                address,
-                channel,
-                generation_pb2_grpc.GenerationStub(channel),
-                admin_pb2_grpc.AdminStub(channel),
-            )
-        await server.stop(0)
+        try:
+            async with grpc.aio.insecure_channel(address, options=channel_options) as channel:
+                generation = generation_pb2_grpc.GenerationStub(channel)
+                admin = admin_pb2_grpc.AdminStub(channel)
+                yield Service(frontend, metrics, instance_, server, address, channel, generation, admin)
+        finally:
+            await server.stop(0)

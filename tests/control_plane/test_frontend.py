@@ -47,8 +47,8 @@ async def test_tokens_come_in_order_and_one_final_event_ends_them():
 
 
 async def test_a_stop_token_is_told_and_its_text_is_not(byte_tokenizer):
-    third = output_of(PROMPT, 3)[2]
-    async with running_frontend(tokenizer=byte_tokenizer) as (frontend, _, _):
+    third = output_of(PROMPT, 3, 128)[2]
+    async with running_frontend(tokenizer=byte_tokenizer, vocab_size=128) as (frontend, _, _):
         reader = await frontend.generate(replace(GREEDY, stop_token_ids=(third,)))
         events = []
         async with reader:
@@ -56,7 +56,7 @@ async def test_a_stop_token_is_told_and_its_text_is_not(byte_tokenizer):
     final = events[-1]
     assert (final.finish_reason, final.matched_stop_token, final.num_output_tokens) == (FinishReason.STOP, third, 3)
     text = "".join(event.text for event in events[:-1])
-    assert text == byte_tokenizer.decode(output_of(PROMPT, 2))
+    assert text == byte_tokenizer.decode(output_of(PROMPT, 2, 128))
 
 
 async def test_model_eos_ids_stop_unless_ignored():
