@@ -99,7 +99,7 @@ def _experts(spec: ModelSpec, rows: int, imbalance: float) -> dict[str, Cost]:
 
 
 def padded_expert_rows(spec: ModelSpec, rows: int, imbalance: float = 1.0) -> float:
-    """Rows that a grouped GEMM computes: each expert's rows in whole tiles, the busiest having `imbalance` x the mean."""
+    """Rows that a grouped GEMM computes: each expert's rows in whole tiles, the busiest `imbalance` x the mean."""
     mean = rows * spec.experts_per_token / spec.num_experts
     busiest = min(mean * max(1.0, imbalance), float(rows))
     others = (mean * spec.num_experts - busiest) / max(1, spec.num_experts - 1)

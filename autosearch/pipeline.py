@@ -7,11 +7,15 @@ paths. Knows nothing of how a schedule was found or of how it is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from autosearch.operators import Operator
+from autosearch.operators import Collectives, Operator
+from autosearch.precedence import ChainedLayers, NanoOperation, covered
+
+__all__ = ["Figures", "InvalidScheduleError", "NanoOperation", "PipelineSchedule", "nanobatch_only", "sequential"]
 
 
 class InvalidScheduleError(ValueError):
@@ -19,15 +23,12 @@ class InvalidScheduleError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class NanoOperation:
-    """One operator on one range of token rows."""
+class Figures:
+    """How fast the schedule is: predicted by the search, or measured on the device."""
 
-    operator: str
-    start: int  # rows [start, end) of the dense batch
-    end: int
-    lane: int = 0  # nano-operations of one lane run in order; lanes run beside each other
-    sm_share: float = 1.0  # share of the GPU's SMs while it runs, in (0, 1]
-    kernel: str = ""  # a kernel variant by name; empty: the worker's default
+    layer_us: float  # from one layer to the next, in the steady middle of an iteration
+    tokens_per_s_per_gpu: float
+    sequential_tokens_per_s_per_gpu: float  # the sequential schedule, by the same means
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,15 @@ class PipelineSchedule:
     name: str
     batch_tokens: int  # B_dense: rows that the ranges cover
     operations: tuple[NanoOperation, ...]  # in issue order, a valid order for one lane alone
+    collectives: str = Collectives.ALL_REDUCE.value  # which of the two graphs it orders, with tensor parallelism
+    model: str = ""  # what it was planned for; empty: anything
+    gpu: str = ""
+    num_gpus: int = 1
+    decode_share: float | None = None  # of the batch it was planned for
+    mean_context: float | None = None  # KV tokens per decode it was planned for
+    fingerprint: str = ""  # of all that the search was given; another one makes the plan stale
+    predicted: Figures | None = None
+    measured: Figures | None = None
 
     def ranges(self, operator: str) -> tuple[tuple[int, int], ...]:
         """Row ranges of an operator, ascending."""
@@ -47,16 +57,22 @@ class PipelineSchedule:
         return tuple(sorted({op.end for op in self.operations}))
 
     def validate(self, operators: Sequence[Operator]) -> None:
-        """Raise InvalidScheduleError unless the schedule runs every operator once on every row, in order."""
+        """Raise InvalidScheduleError unless the schedule can be run on these operators.
+
+        It runs every operator once on every row, in an order that keeps all inputs, and what may run at one
+        moment, however long each takes, never asks for more than all SMs.
+        """
         known = {operator.name: operator for operator in operators}
         for op in self.operations:
             if op.operator not in known:
                 raise InvalidScheduleError(f"{self.name}: unknown operator {op.operator!r}")
             if not 0 < op.sm_share <= 1:
-                raise InvalidScheduleError(f"{self.name}: {_label(op)} has sm_share {op.sm_share}, not in (0, 1]")
+                raise InvalidScheduleError(f"{self.name}: {op.label} has sm_share {op.sm_share}, not in (0, 1]")
         for name in known:
             self._check_cover(name)
         self._check_order(known)
+        self._check_waits()
+        self._check_shares(operators)
 
     def _check_cover(self, operator: str) -> None:
         position = 0
@@ -73,9 +89,24 @@ class PipelineSchedule:
             operator = known[op.operator]
             needs = [(name, op.start) for name in operator.inputs] + [(name, 0) for name in operator.earlier_rows]
             for name, first in needs:
-                if not _covered(done[name], first, op.end):
-                    raise InvalidScheduleError(f"{self.name}: {_label(op)} runs before {name} of its rows")
+                if not covered(done[name], first, op.end):
+                    raise InvalidScheduleError(f"{self.name}: {op.label} runs before {name} of its rows")
             done[op.operator].append(op)
+
+    def _check_waits(self) -> None:
+        for index, op in enumerate(self.operations):
+            if any(not 0 <= other < index for other in op.after):
+                raise InvalidScheduleError(f"{self.name}: {op.label} waits for {op.after}, not all earlier operations")
+            if any(not 0 <= other < len(self.operations) for other in op.after_previous):
+                raise InvalidScheduleError(f"{self.name}: {op.label} waits for {op.after_previous} of the layer before")
+
+    def _check_shares(self, operators: Sequence[Operator]) -> None:
+        if len({op.lane for op in self.operations}) < 2:
+            return
+        together = ChainedLayers(self.operations, tuple(operators)).overbooked()
+        if together:
+            names = ", ".join(f"{self.operations[i].label} {self.operations[i].sm_share:.2f}" for i in together)
+            raise InvalidScheduleError(f"{self.name}: these may run at once on more than all SMs: {names}")
 
     def to_json(self) -> str:
         """One JSON object; `from_json` reads it back."""
@@ -86,7 +117,9 @@ class PipelineSchedule:
         """Raises InvalidScheduleError where fields are missing, unknown or of the wrong type."""
         try:
             fields = json.loads(text)
-            operations = tuple(NanoOperation(**op) for op in fields.pop("operations"))
+            operations = tuple(_operation(op) for op in fields.pop("operations"))
+            for name in ("predicted", "measured"):
+                fields[name] = Figures(**fields[name]) if fields.get(name) else None
             return cls(operations=operations, **fields)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise InvalidScheduleError(f"not a pipeline schedule: {error}") from None
@@ -97,16 +130,9 @@ class PipelineSchedule:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def _label(op: NanoOperation) -> str:
-    return f"{op.operator}[{op.start}, {op.end})"
-
-
-def _covered(done: Iterable[NanoOperation], first: int, end: int) -> bool:
-    position = first
-    for op in sorted(done, key=lambda op: op.start):
-        if op.start <= position < op.end:
-            position = op.end
-    return position >= end
+def _operation(fields: dict[str, Any]) -> NanoOperation:
+    after, after_previous = tuple(fields.pop("after", ())), tuple(fields.pop("after_previous", ()))
+    return NanoOperation(**fields, after=after, after_previous=after_previous)
 
 
 def sequential(operators: Sequence[Operator], batch_tokens: int) -> PipelineSchedule:

@@ -83,7 +83,7 @@ _H200_SPREAD = 0.02  # GEMMs read 1330-1355 µs, the layer 1990-2010 µs
 def h200() -> ProfileTable:
     """This project's first reading of one H200 as a profile."""
     work = Workload(_LARGEST, 1024, 1024 * 768.0, 1024 * 768.0)
-    isolated = []
+    isolated: list[IsolatedTime] = []
     for tokens in sorted(_H200_BURST_TFLOPS):
         isolated += _h200_times(tokens)
     pairs = tuple(

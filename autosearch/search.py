@@ -1,0 +1,220 @@
+"""The whole search for one batch: Stage I, Stage II, candidates, and which of them is kept.
+
+The sequential schedule is always a candidate, and is kept where nothing beats it by more than the profile's
+spread. Predictions are the simulator's, under the paper's pairwise interference. Knows nothing of files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from autosearch.blocks import RANGE_STEP, Layer, build_layer
+from autosearch.cost_model import optimal_tokens_per_s_per_gpu
+from autosearch.growth import REAL_GAIN, add_near_bubble, first_slots, improves
+from autosearch.interference import Pairwise
+from autosearch.operator_times import OperatorTimes
+from autosearch.operators import Collectives, Resource
+from autosearch.pipeline import Figures, PipelineSchedule, nanobatch_only, sequential
+from autosearch.placement import Overlap, Placement
+from autosearch.precedence import ChainedLayers
+from autosearch.simulate import simulate
+from autosearch.solvers import SolveReport, SolverOptions
+from autosearch.stage1 import Stage1Problem, search_structure
+from autosearch.stage2 import Stage2Problem, Stage2Result, flows, search_shares
+
+_FLOWS = 2  # structures that Stage II is given per placement
+_ROUNDS = 2  # of Stage I with the slowdowns that Stage II found
+
+
+class SearchError(ValueError):
+    """A request that has no plan; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """How hard to look."""
+
+    solver: SolverOptions = field(default_factory=SolverOptions)
+    overlap: Overlap = Overlap.ALL
+    collectives: tuple[Collectives, ...] = tuple(Collectives)
+    num_candidates: int = 3  # pipelines to keep beside the sequential schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """One solve, for the record."""
+
+    stage: str
+    collectives: str
+    solve: SolveReport
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What was found for one batch, best first; the sequential schedule is among the candidates."""
+
+    kept: PipelineSchedule
+    candidates: tuple[PipelineSchedule, ...]
+    sequential: PipelineSchedule
+    lower_bound_us: float  # of a layer: the busiest resource
+    optimal_tokens_per_s_per_gpu: float
+    spread: float
+    reports: tuple[StageReport, ...]
+    seconds: float
+
+    @property
+    def num_nano_operations(self) -> dict[str, int]:
+        """By operator, of the kept schedule."""
+        counts: dict[str, int] = {}
+        for operation in self.kept.operations:
+            counts[operation.operator] = counts.get(operation.operator, 0) + 1
+        return counts
+
+
+def search(times: OperatorTimes, options: SearchOptions) -> SearchResult:
+    """Find the best schedule for the target's batch. Raises SearchError where the batch cannot be planned."""
+    begin = time.monotonic()
+    batch = times.target.work.batch_tokens
+    if batch % RANGE_STEP:
+        raise SearchError(f"batch size {batch} is no multiple of {RANGE_STEP}: nano-batches are")
+    layers = [build_layer(times, collectives) for collectives in _alternatives(times, options)]
+    base = predicted(sequential(times.operators(Collectives.ALL_REDUCE), batch), times, None)
+    reports: list[StageReport] = []
+    found = [predicted(plan, times, base) for layer in layers for plan in _plans(layer, batch, options, reports)]
+    ranked = sorted(_distinct(found), key=lambda plan: _figures(plan).layer_us)[: options.num_candidates]
+    kept = base
+    if ranked and gain(ranked[0]) > times.table.spread:
+        kept = ranked[0]
+    return SearchResult(
+        kept=kept,
+        candidates=tuple(sorted((*ranked, base), key=lambda plan: -_figures(plan).tokens_per_s_per_gpu)),
+        sequential=base,
+        lower_bound_us=layers[0].lower_bound_us(batch),
+        optimal_tokens_per_s_per_gpu=optimal_tokens_per_s_per_gpu(
+            times.target.gpu, times.target.model.optimum_parameters
+        ),
+        spread=times.table.spread,
+        reports=tuple(reports),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def gain(plan: PipelineSchedule) -> float:
+    """Predicted throughput over sequential, less one."""
+    figures = _figures(plan)
+    return figures.tokens_per_s_per_gpu / figures.sequential_tokens_per_s_per_gpu - 1
+
+
+def predicted(plan: PipelineSchedule, times: OperatorTimes, base: PipelineSchedule | None) -> PipelineSchedule:
+    """The schedule with the simulator's figures; `base` is the sequential one (None: the schedule is it)."""
+    layers = times.target.model.spec.num_layers
+    timeline = simulate(plan, times, Pairwise(times.table), layers)
+    rate = plan.batch_tokens / (timeline.makespan_us * 1e-6) / times.target.num_gpus
+    reference = _figures(base).tokens_per_s_per_gpu if base else rate
+    work = times.target.work
+    return replace(
+        plan,
+        model=times.target.model.name,
+        gpu=times.target.gpu.name,
+        num_gpus=times.target.num_gpus,
+        decode_share=work.decode_share,
+        mean_context=work.mean_context,
+        predicted=Figures(timeline.layer_us, rate, reference),
+    )
+
+
+def nano_batches_only(times: OperatorTimes, count: int = 2) -> PipelineSchedule:
+    """The ablation's nano-batches without overlap, with its figures."""
+    operators, batch = times.operators(Collectives.ALL_REDUCE), times.target.work.batch_tokens
+    base = predicted(sequential(operators, batch), times, None)
+    return predicted(nanobatch_only(operators, batch, count), times, base)
+
+
+def _figures(plan: PipelineSchedule) -> Figures:
+    assert plan.predicted is not None
+    return plan.predicted
+
+
+def _alternatives(times: OperatorTimes, options: SearchOptions) -> tuple[Collectives, ...]:
+    """Without tensor parallelism there are no collectives to choose between."""
+    return options.collectives if times.target.num_gpus > 1 else (Collectives.ALL_REDUCE,)
+
+
+def _distinct(plans: list[PipelineSchedule]) -> Iterator[PipelineSchedule]:
+    seen = set()
+    for plan in plans:
+        if (plan.operations, plan.collectives) not in seen:
+            seen.add((plan.operations, plan.collectives))
+            yield plan
+
+
+def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[StageReport]) -> Iterator[PipelineSchedule]:
+    """Stage I at more and more ranges, Stage II for each, then both again with the slowdowns found."""
+    results: list[tuple[Stage2Result, Mapping[str, int]]] = []
+    best = float("inf")
+    proposals = [first_slots(layer, batch)]
+    while proposals:
+        slots = proposals.pop(0)
+        placement = _stage1(layer, batch, slots, {}, best, options, reports)
+        if placement is not None and improves(placement.period_us, best):
+            best = placement.period_us
+            results += [(result, slots) for result in _stage2(placement, options, reports)]
+            proposals = add_near_bubble(placement, slots)
+    for _ in range(_ROUNDS):
+        if not results:
+            return
+        leader, leader_slots = min(results, key=lambda item: item[0].period_us)
+        placement = _stage1(layer, batch, leader_slots, slowdowns(leader), None, options, reports)
+        again = _stage2(placement, options, reports) if placement else []
+        results += [(result, leader_slots) for result in again]
+        if not any(improves(result.period_us, leader.period_us) for result in again):
+            break
+    yield from (result.schedule for result, _ in results if result.schedule)
+
+
+def _stage1(
+    layer: Layer,
+    batch: int,
+    slots: Mapping[str, int],
+    slowdown: Mapping[Resource, float],
+    best_us: float | None,
+    options: SearchOptions,
+    reports: list[StageReport],
+) -> Placement | None:
+    below = best_us * (1 - REAL_GAIN) if best_us is not None else None
+    problem = Stage1Problem(layer, batch, slots, options.overlap, slowdown, below)
+    result = search_structure(problem, options.solver)
+    reports.append(StageReport("I", layer.collectives.value, result.report))
+    return result.placement
+
+
+def _stage2(placement: Placement, options: SearchOptions, reports: list[StageReport]) -> list[Stage2Result]:
+    results = []
+    for flow in flows(placement, _FLOWS):
+        result = search_shares(Stage2Problem(flow), options.solver, _name(placement))
+        reports.append(StageReport("II", placement.layer.collectives.value, result.report))
+        if result.schedule is not None:
+            operators = placement.layer.times.operators(placement.layer.collectives)
+            operations = ChainedLayers(result.schedule.operations, operators).without_implied_waits()
+            results.append(replace(result, schedule=replace(result.schedule, operations=operations)))
+    return results
+
+
+def _name(placement: Placement) -> str:
+    counts: dict[str, set[tuple[int, int]]] = {group: set() for group in placement.layer.groups}
+    for placed in placement.placed:
+        counts[placed.block.group].add((placed.start, placed.end))
+    return f"pipeline-{placement.batch_tokens}-" + "-".join(str(len(ranges)) for ranges in counts.values())
+
+
+def slowdowns(result: Stage2Result) -> dict[Resource, float]:
+    """How much longer than alone each resource's operations take in a Stage II answer."""
+    alone = dict.fromkeys(Resource, 0.0)
+    beside = dict.fromkeys(Resource, 0.0)
+    problem = Stage2Problem(result.placement)
+    for index, placed in enumerate(result.placement.placed):
+        alone[placed.block.resource] += problem.alone_us(index)
+        beside[placed.block.resource] += placed.end_us - placed.begin_us
+    return {resource: beside[resource] / alone[resource] for resource in Resource if alone[resource] > 0}

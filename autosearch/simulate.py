@@ -1,0 +1,146 @@
+"""Plays a schedule on a profile: when each nano-operation of each layer begins and ends.
+
+Lanes run in order, data waits for data, and an interference model says how fast what runs together runs. The
+oracle for tests and for GPUs that nobody here has. Knows nothing of how a schedule was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autosearch.interference import Activity, Interference
+from autosearch.operator_times import OperatorTimes
+from autosearch.operators import Collectives, Operator
+from autosearch.pipeline import PipelineSchedule
+from autosearch.precedence import ChainedLayers
+
+_DONE = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One nano-operation of one layer."""
+
+    index: int  # in the schedule's operations
+    layer: int
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A stretch of time in which the same operations run, with their rates."""
+
+    begin_us: float
+    end_us: float
+    indexes: tuple[int, ...]
+    rates: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All layers of one iteration."""
+
+    schedule: PipelineSchedule
+    num_layers: int
+    spans: tuple[Span, ...]  # in order of begin
+    moments: tuple[Moment, ...]
+
+    @property
+    def makespan_us(self) -> float:
+        """From the first begin to the last end."""
+        return max(span.end_us for span in self.spans)
+
+    @property
+    def layer_us(self) -> float:
+        """From one layer's end to the next one's, in the steady middle."""
+        ends = [0.0] * self.num_layers
+        for span in self.spans:
+            ends[span.layer] = max(ends[span.layer], span.end_us)
+        first, last = self.num_layers // 4, self.num_layers - 1 - self.num_layers // 4
+        return (ends[last] - ends[first]) / (last - first) if last > first else self.makespan_us / self.num_layers
+
+    def of_layer(self, layer: int) -> tuple[Span, ...]:
+        """Spans of one layer, by index of the operation."""
+        return tuple(sorted((span for span in self.spans if span.layer == layer), key=lambda span: span.index))
+
+
+def activities(schedule: PipelineSchedule, times: OperatorTimes) -> tuple[Activity, ...]:
+    """What each operation of the schedule is, alone."""
+    by_name = {operator.name: operator for operator in times.operators(Collectives(schedule.collectives))}
+    return tuple(
+        _activity(by_name[operation.operator], operation.end - operation.start, operation.sm_share, times)
+        for operation in schedule.operations
+    )
+
+
+def _activity(operator: Operator, rows: int, sm_share: float, times: OperatorTimes) -> Activity:
+    return Activity(operator.resource, sm_share, times.time_us(operator, rows), times.joules(operator, rows))
+
+
+def simulate(schedule: PipelineSchedule, times: OperatorTimes, interference: Interference, num_layers: int) -> Timeline:
+    """Play num_layers chained layers. Raises InvalidScheduleError where the schedule cannot be run."""
+    operators = times.operators(Collectives(schedule.collectives))
+    schedule.validate(operators)
+    return play(schedule, operators, activities(schedule, times), interference, num_layers)
+
+
+def play(
+    schedule: PipelineSchedule,
+    operators: Sequence[Operator],
+    work: Sequence[Activity],
+    interference: Interference,
+    num_layers: int,
+) -> Timeline:
+    """`simulate` without validation: shares may be imagined, as FluidShares does."""
+    waits = ChainedLayers(schedule.operations, tuple(operators)).waits
+    lanes: dict[int, list[int]] = {}
+    for index, operation in enumerate(schedule.operations):
+        lanes.setdefault(operation.lane, []).append(index)
+    position = dict.fromkeys(lanes, 0)  # operations begun on each lane
+    ended: list[set[int]] = [set() for _ in range(num_layers)]
+    running: dict[int, list[float]] = {}  # lane: [index, layer, begin, what is left]
+    spans: list[Span] = []
+    moments: list[Moment] = []
+    now = 0.0
+    while True:
+        for lane, indexes in lanes.items():
+            layer, place = divmod(position[lane], len(indexes))
+            if lane in running or layer >= num_layers:
+                continue
+            index = indexes[place]
+            if all(layer < back or other in ended[layer - back] for other, back in waits[index]):
+                running[lane] = [index, layer, now, work[index].time_us]
+                position[lane] += 1
+        if not running:
+            break
+        now = _advance(running, work, interference, now, moments)
+        for lane in [lane for lane, state in running.items() if state[3] <= _DONE]:
+            index, layer = int(running[lane][0]), int(running[lane][1])
+            spans.append(Span(index, layer, running[lane][2], now))
+            ended[layer].add(index)
+            del running[lane]
+    return Timeline(schedule, num_layers, tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(moments))
+
+
+def _advance(
+    running: dict[int, list[float]],
+    work: Sequence[Activity],
+    interference: Interference,
+    now: float,
+    moments: list[Moment],
+) -> float:
+    """Run on to the next end; returns the time of it."""
+    states = list(running.values())
+    if any(state[3] <= _DONE for state in states):
+        return now
+    indexes = tuple(int(state[0]) for state in states)
+    rates = interference.rates([work[index] for index in indexes])
+    step = min(state[3] / rate for state, rate in zip(states, rates))
+    for state, rate in zip(states, rates):
+        state[3] -= step * rate
+        if state[3] < 1e-6 * work[int(state[0])].time_us:
+            state[3] = 0.0
+    moments.append(Moment(now, now + step, indexes, rates))
+    return now + step
