@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 import runpy
+import shlex
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from google.protobuf import json_format
 from prometheus_client import CollectorRegistry
 
 from control_plane.config import ALL_GROUPS
 from control_plane.metric_families import Families
 from control_plane.options import options_of
+from control_plane.pb import generation_pb2 as pb
+from control_plane.pb import generation_pb2_grpc as rpc
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -49,3 +55,39 @@ def test_files_flags_and_metrics_that_are_named_exist(page):
     variables = {each.env for each in options_of(*ALL_GROUPS)} | {"NANOFLOW_CONFIG"}
     for variable in re.findall(r"`(NANOFLOW_[A-Z_]+)(?:=[^`]*)?`", text):
         assert variable in variables, variable
+
+
+class Echo(rpc.GenerationServicer):
+    """Answers with the prompt itself."""
+
+    def Generate(self, request, context):
+        yield pb.GenerateResponse(delta=pb.Delta(text=request.text))
+        yield pb.GenerateResponse(final=pb.Final(finish_reason=pb.FINISH_REASON_LENGTH, completion_tokens=7))
+
+
+def snippet(language: str, word: str) -> str:
+    """The first block of the README in a language that has a word in it."""
+    blocks = re.findall(rf"```{language}\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    return next(block for block in blocks if word in block)
+
+
+def test_the_readmes_grpcurl_request_is_one():
+    command = shlex.split(snippet("sh", "grpcurl"))
+    request = json_format.Parse(command[command.index("-d") + 1], pb.GenerateRequest())
+    assert request.stopping.max_tokens == 64
+    service, method = command[-1].split("/")
+    assert method in pb.DESCRIPTOR.services_by_name[service.removeprefix("nanoflow.v1.")].methods_by_name
+
+
+def test_the_readmes_python_client_works(capsys):
+    server = grpc.server(ThreadPoolExecutor(1))
+    rpc.add_GenerationServicer_to_server(Echo(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        exec(snippet("python", "GenerationStub").replace("127.0.0.1:50051", f"127.0.0.1:{port}"), {})
+    finally:
+        server.stop(None).wait()
+    out = capsys.readouterr().out
+    assert out.startswith("Once upon a time")
+    assert "FINISH_REASON_LENGTH" in out
