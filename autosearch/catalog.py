@@ -12,11 +12,12 @@ from typing import Any
 
 import yaml
 
+from autosearch.errors import AutosearchError
 from autosearch.parameters import ParameterCount, count_parameters
 from autosearch.specs import ModelSpec
 
 
-class CatalogError(ValueError):
+class CatalogError(AutosearchError):
     """An unknown model or GPU, or a GPU file that cannot be used; the message says how to mend it."""
 
 

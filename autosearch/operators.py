@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from autosearch.errors import AutosearchError
 from autosearch.specs import ModelSpec
 
 
@@ -26,7 +27,7 @@ class Collectives(StrEnum):
     ALL_GATHER = "all_gather"  # gather the attention output, column-split O, gather its output
 
 
-class ParallelismError(ValueError):
+class ParallelismError(AutosearchError):
     """The model cannot be split over this many ranks."""
 
 

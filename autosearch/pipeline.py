@@ -14,6 +14,7 @@ from typing import Any
 
 from autosearch.operators import Collectives, Operator
 from autosearch.precedence import ChainedLayers, NanoOperation, covered
+from autosearch.workload import Workload
 
 __all__ = ["Figures", "InvalidScheduleError", "NanoOperation", "PipelineSchedule", "nanobatch_only", "sequential"]
 
@@ -44,9 +45,18 @@ class PipelineSchedule:
     num_gpus: int = 1
     decode_share: float | None = None  # of the batch it was planned for
     mean_context: float | None = None  # KV tokens per decode it was planned for
+    prefill_pairs: float | None = None  # query-key pairs of the prefill rows it was planned for
     fingerprint: str = ""  # of all that the search was given; another one makes the plan stale
     predicted: Figures | None = None
     measured: Figures | None = None
+
+    @property
+    def planned_for(self) -> Workload | None:
+        """The batch that it was planned for; None where it is for any."""
+        if self.decode_share is None or self.mean_context is None or self.prefill_pairs is None:
+            return None
+        decode_rows = self.decode_share * self.batch_tokens
+        return Workload(self.batch_tokens, decode_rows, decode_rows * self.mean_context, self.prefill_pairs)
 
     def ranges(self, operator: str) -> tuple[tuple[int, int], ...]:
         """Row ranges of an operator, ascending."""

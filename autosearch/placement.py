@@ -125,4 +125,5 @@ def to_schedule(
         num_gpus=target.num_gpus,
         decode_share=target.work.decode_share,
         mean_context=target.work.mean_context,
+        prefill_pairs=target.work.prefill_pairs,
     )

@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from autosearch.errors import AutosearchError
 from autosearch.operators import Resource
 from autosearch.workload import Workload
 
@@ -21,7 +22,7 @@ SCHEMA_VERSION = 1
 PROFILE_FOLDER = Path(__file__).parent / "profiles"  # published measurements that come with the package
 
 
-class ProfileError(ValueError):
+class ProfileError(AutosearchError):
     """A profile that cannot be used for this question; the message says why and how to mend it."""
 
 

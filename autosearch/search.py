@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from autosearch.blocks import RANGE_STEP, Layer, build_layer
 from autosearch.cost_model import optimal_tokens_per_s_per_gpu
+from autosearch.errors import AutosearchError
 from autosearch.growth import REAL_GAIN, add_near_bubble, first_slots, improves
 from autosearch.interference import Pairwise
 from autosearch.operator_times import OperatorTimes
@@ -28,7 +29,7 @@ _FLOWS = 2  # structures that Stage II is given per placement
 _ROUNDS = 2  # of Stage I with the slowdowns that Stage II found
 
 
-class SearchError(ValueError):
+class SearchError(AutosearchError):
     """A request that has no plan; the message says why."""
 
 
@@ -40,6 +41,7 @@ class SearchOptions:
     overlap: Overlap = Overlap.ALL
     collectives: tuple[Collectives, ...] = tuple(Collectives)
     num_candidates: int = 3  # pipelines to keep beside the sequential schedule
+    growth_budget_s: float = 30.0  # no more ranges are tried after this; shared by the collective alternatives
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def predicted(plan: PipelineSchedule, times: OperatorTimes, base: PipelineSchedu
         num_gpus=times.target.num_gpus,
         decode_share=work.decode_share,
         mean_context=work.mean_context,
+        prefill_pairs=work.prefill_pairs,
         predicted=Figures(timeline.layer_us, rate, reference),
     )
 
@@ -130,6 +133,11 @@ def nano_batches_only(times: OperatorTimes, count: int = 2) -> PipelineSchedule:
     operators, batch = times.operators(Collectives.ALL_REDUCE), times.target.work.batch_tokens
     base = predicted(sequential(operators, batch), times, None)
     return predicted(nanobatch_only(operators, batch, count), times, base)
+
+
+def throughput(plan: PipelineSchedule) -> float:
+    """Predicted tokens/s/GPU of a schedule with figures."""
+    return _figures(plan).tokens_per_s_per_gpu
 
 
 def _figures(plan: PipelineSchedule) -> Figures:
@@ -155,7 +163,8 @@ def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[Stage
     results: list[tuple[Stage2Result, Mapping[str, int]]] = []
     best = float("inf")
     proposals = [first_slots(layer, batch)]
-    while proposals:
+    deadline = time.monotonic() + options.growth_budget_s / len(_alternatives(layer.times, options))
+    while proposals and (not results or time.monotonic() < deadline):
         slots = proposals.pop(0)
         placement = _stage1(layer, batch, slots, {}, best, options, reports)
         if placement is not None and improves(placement.period_us, best):

@@ -19,8 +19,10 @@ import pyomo.environ as pyo
 from pyomo.contrib.appsi.solvers.highs import Highs
 from pyomo.opt import SolverStatus
 
+from autosearch.errors import AutosearchError
 
-class SolverError(ValueError):
+
+class SolverError(AutosearchError):
     """An unknown or missing solver; the message says how to mend it."""
 
 
@@ -29,7 +31,7 @@ class SolverOptions:
     """Which solver, and when it may stop."""
 
     name: str = "glpk"  # glpk | highs
-    time_limit_s: float = 10.0  # of one solve
+    time_limit_s: float = 5.0  # of one solve
     gap: float = 0.005  # relative; an answer this close to the bound is good enough
 
     def __post_init__(self) -> None:

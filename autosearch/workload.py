@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from autosearch.errors import AutosearchError
+
 ROW_TILE = 64  # rows that attention kernels take at a time; estimates of row counts are whole tiles
 
 
-class WorkloadError(ValueError):
+class WorkloadError(AutosearchError):
     """Numbers that no iteration can have."""
 
 
