@@ -127,7 +127,8 @@ class DummySource:
 
     def read(self, part: TensorPart, start: int, stop: int) -> torch.Tensor:
         if self._last is None or self._last[0] != part.name:
-            generator = torch.Generator().manual_seed((self.seed << 32) | zlib.crc32(part.name.encode()))
+            # The generator reads 32 bits of its seed.
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {part.name}".encode()))
             values = torch.empty(part.shape).uniform_(-DUMMY_SCALE, DUMMY_SCALE, generator=generator)
             self._last = (part.name, values)
         return self._last[1].narrow(part.dim, start, stop - start)

@@ -35,7 +35,11 @@ class AttentionTask:
 
 
 def decode_tasks(
-    rows: NDArray[np.int64], context_lens: NDArray[np.int32], page_table: NDArray[np.int32], cache: KVCache
+    rows: NDArray[np.int64],
+    context_lens: NDArray[np.int32],
+    page_table: NDArray[np.int32],
+    cache: KVCache,
+    gather_bytes: int = GATHER_BYTES,
 ) -> list[AttentionTask]:
     """One query per sequence: `rows` [n] with contexts [n] (the new token included) and page tables [n, pages]."""
     order = np.argsort(-context_lens, kind="stable")
@@ -44,7 +48,7 @@ def decode_tasks(
     while start < len(order):
         longest = int(context_lens[order[start]])
         num_pages = -(-longest // cache.shape.page_size)
-        most = max(1, GATHER_BYTES // (num_pages * page_bytes))
+        most = max(1, gather_bytes // (num_pages * page_bytes))
         fits = context_lens[order[start : start + most]] >= MIN_FILL * longest
         members = order[start : start + int(np.argmin(fits) if not fits.all() else len(fits))]
         lens = context_lens[members]
@@ -52,7 +56,10 @@ def decode_tasks(
         if (lens != longest).any():
             hidden = torch.from_numpy(np.arange(longest) >= lens[:, None])
             mask = torch.zeros(len(members), 1, 1, longest).masked_fill_(hidden[:, None, None, :], float("-inf"))
-        pages = cache.page_row_indexes(page_table[members, :num_pages])
+        # Behind a sequence's last page comes that page again: what is there must be finite, though it is masked.
+        last_pages = (lens - 1) // cache.shape.page_size
+        columns = np.minimum(np.arange(num_pages), last_pages[:, None])
+        pages = cache.page_row_indexes(page_table[members[:, None], columns])
         member_rows = rows[members]
         first = int(member_rows[0])
         ordered = bool((np.diff(member_rows) == 1).all())

@@ -118,6 +118,7 @@ class Decoder:
     def begin(self, batch: BatchInput, token_ids: torch.Tensor, page_table: np.ndarray) -> None:
         """Take in a batch: its tokens' embeddings [rows], and page_table [slots, pages] for attention."""
         self._batch, self._page_table, self._rows = batch, page_table, {}
+        self._clear_new_pages(batch)
         num_rows = batch.num_rows
         # The first layer's norm adds block to residual, as every later one does.
         self._residual[:num_rows].zero_()
@@ -139,6 +140,19 @@ class Decoder:
         cpu.linear(normed, self._lm_head, None, local)
         # Padded rows of the last ranks' shards lie behind the vocabulary, so no padded id can ever win.
         return self.group.all_gather_columns(local)[:, : self.spec.vocab_size]
+
+    def _clear_new_pages(self, batch: BatchInput) -> None:
+        """Zero the pages that begin in this batch.
+
+        Attention masks what lies behind a sequence's end, but an earlier owner's nan there would outlive a mask.
+        """
+        page_size = self.cache.shape.page_size
+        begin = batch.positions % page_size == 0
+        pages = self._page_table[batch.slots[begin], batch.positions[begin] // page_size]
+        if len(pages):
+            rows = torch.from_numpy(self.cache.page_row_indexes(pages[:, None]).reshape(-1))
+            for layer in self.cache.page_rows:
+                layer.index_fill_(0, rows, 0.0)
 
     def _embed(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         if self.shard.size == 1:
