@@ -79,7 +79,7 @@ def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         index = torch.from_numpy(np.flatnonzero(restricted)).to(device)
         weights[index] *= _kept(logits[index], weights[index], rows.top_k[restricted], rows.top_p[restricted])
     cumulative = weights.cumsum_(dim=-1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     target = total * torch.from_numpy(uniform(rows.seed, rows.position)).to(device)[:, None]
     drawn = torch.searchsorted(cumulative, target, right=True)
     # Rounding may put the target on the total itself: the last token that has any weight is meant.
