@@ -77,8 +77,9 @@ class GrpcServer:
     async def start(self) -> int:
         """Listen; returns the port. Raises ListenError."""
         address = f"{self._config.host}:{self._config.port}"
+        credentials = _credentials(self._config)
         try:
-            if (credentials := _credentials(self._config)) is None:
+            if credentials is None:
                 port = self._server.add_insecure_port(address)
             else:
                 port = self._server.add_secure_port(address, credentials)
