@@ -7,8 +7,8 @@ decodes, preemption or results.
 
 from __future__ import annotations
 
-import math
 from bisect import bisect
+from typing import Any
 
 import numpy as np
 
@@ -146,32 +146,35 @@ class _Room:
 
 
 class _Forecast:
-    """The page forecast of one iteration, made when the first newcomer asks for it."""
+    """Whether pages will suffice for one more request, until all have ended."""
 
     def __init__(self, capacity: EngineCapacity, pool: PagePool, slots: SlotTable, lengths: OutputLengths) -> None:
         self._capacity = capacity
         self._pool = pool
         self._slots = slots
         self._lengths = lengths
-        self._anyone = bool(slots.live().size)
-        self._curve: SurvivalCurve | None = None
-        self._pages: PageForecast | None = None
+        # If all reach their limits: often enough known, and cheaper than the forecast.
+        self._most_pages = int(self._pages_at_end(slots.limit[slots.live()]).sum())
+        self._expected: tuple[SurvivalCurve, PageForecast] | None = None
 
     def takes(self, request: TrackedRequest, hits: list[int]) -> bool:
-        """Whether the peak fits with the request beside all others; if so, it is counted in."""
-        if self._curve is None or self._pages is None:
-            self._curve, self._pages = self._make()
-        generated = len(request.tokens) - request.prompt_len
-        remaining = self._curve.expected_remaining(
-            np.array([generated]), np.array([request.limit - len(request.tokens)])
-        )
-        own_tokens = len(request.tokens) - len(hits) * self._capacity.page_size
-        # Alone it always fits: one that does not was refused when it came.
-        num_pages = self._capacity.num_pages if self._anyone else math.inf
-        self._anyone = True
-        return self._pages.admit(own_tokens, float(remaining[0]), num_pages)
+        """Whether it fits beside all who are placed; if so, place it next, for it is counted in."""
+        is_alone = not self._most_pages  # then it always fits: one that does not was refused when it came
+        self._most_pages += int(self._pages_at_end(request.limit))
+        if is_alone or (self._expected is None and self._most_pages <= self._capacity.num_pages):
+            return True
+        curve, forecast = self._expected = self._expected or self._expect()
+        num_known = len(request.tokens)
+        generated, most = np.array([num_known - request.prompt_len]), np.array([request.limit - num_known])
+        own_tokens = num_known - len(hits) * self._capacity.page_size
+        remaining = float(curve.expected_remaining(generated, most)[0])
+        return forecast.admit(own_tokens, remaining, self._capacity.num_pages)
 
-    def _make(self) -> tuple[SurvivalCurve, PageForecast]:
+    def _pages_at_end(self, limit: Any) -> Any:
+        """Pages of a request that reaches its limit; the last token's KV is never computed."""
+        return -(-(limit - 1) // self._capacity.page_size)
+
+    def _expect(self) -> tuple[SurvivalCurve, PageForecast]:
         slots, live = self._slots, self._slots.live()
         known = slots.known[live]
         generated = known - slots.prompt_len[live]
@@ -179,5 +182,5 @@ class _Forecast:
         page_size = self._capacity.page_size
         own_tokens = np.maximum(known, slots.computed[live]) - slots.num_hit[live] * page_size
         remaining = curve.expected_remaining(generated, slots.limit[live] - known)
-        forecast = PageForecast(self._capacity.max_model_len, page_size, self._pool.num_hit, own_tokens, remaining)
+        forecast = PageForecast(self._lengths.edges, page_size, self._pool.num_hit, own_tokens, remaining)
         return curve, forecast

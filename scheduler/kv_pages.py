@@ -107,11 +107,13 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def publish(self, page: int, digest: bytes) -> None:
-        """Say what a live page holds, once its KV is computed. A second page of equal content stays private."""
-        if digest not in self._page_of and page not in self._digest_of:
-            self._page_of[digest] = page
-            self._digest_of[page] = digest
+    def publish(self, pages: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Say what live pages hold, once their KV is computed. A second page of equal content stays private."""
+        page_of, digest_of = self._page_of, self._digest_of
+        for page, digest in zip(pages, digests):
+            if digest not in page_of and page not in digest_of:
+                page_of[digest] = page
+                digest_of[page] = digest
 
     def flush(self) -> int:
         """Forget all contents; live pages stay with their requests. Returns how many pages were forgotten."""

@@ -34,22 +34,22 @@ class OutputLengths:
     """
 
     def __init__(self, max_len: int) -> None:
-        self._edges = horizon(max_len)
-        self._ended = np.zeros(len(self._edges))  # [bins] bin k: lengths in (edges[k], edges[k + 1]]
+        self.edges = horizon(max_len)  # of the length bins
+        self._ended = np.zeros(len(self.edges))  # [bins] bin k: lengths in (edges[k], edges[k + 1]]
 
     def record(self, length: int) -> None:
         """A request ended by itself after this many output tokens (>= 1)."""
         self._ended *= 1.0 - 1.0 / _MEMORY
-        self._ended[np.searchsorted(self._edges, length, side="left") - 1] += 1.0
+        self._ended[np.searchsorted(self.edges, length, side="left") - 1] += 1.0
 
     def curve(self, live: Ints) -> SurvivalCurve:
         """The distribution as known now; `live` are the outputs so far of all that run."""
-        bins = np.searchsorted(self._edges, live, side="right") - 1
-        running = np.bincount(bins, minlength=len(self._edges)).astype(np.float64)
+        bins = np.searchsorted(self.edges, live, side="right") - 1
+        running = np.bincount(bins, minlength=len(self.edges)).astype(np.float64)
         # At risk in bin k: ended in it or later, or still running beyond it.
         at_risk = _suffix_sums(self._ended + running) - running
         hazard = np.divide(self._ended, at_risk, out=np.zeros_like(at_risk), where=at_risk > 0)
-        return SurvivalCurve(self._edges, np.concatenate(([1.0], np.cumprod(1.0 - hazard[:-1]))))
+        return SurvivalCurve(self.edges, np.concatenate(([1.0], np.cumprod(1.0 - hazard[:-1]))))
 
 
 class SurvivalCurve:
@@ -73,15 +73,15 @@ class PageForecast:
     """Pages at every later time bin, and what one more request would add."""
 
     def __init__(
-        self, max_len: int, page_size: int, num_shared_pages: int, own_tokens: Ints, remaining: Floats
+        self, edges: Floats, page_size: int, num_shared_pages: int, own_tokens: Ints, remaining: Floats
     ) -> None:
-        """own_tokens: [live] KV tokens outside of shared pages; remaining: [live] expected output to come.
+        """edges: time bins, from horizon(); own_tokens: [live] KV tokens outside of shared pages; remaining: [live] expected output to come.
 
         Errs on the side of too many pages: a bin counts everyone who is alive at its start, at the size they
         have at its end, rounded up to pages; shared pages stay for good.
         """
-        self._edges = horizon(max_len)
-        self._ends = np.append(self._edges[1:], np.inf)
+        self._edges = edges
+        self._ends = np.append(edges[1:], edges[-1])  # remaining never exceeds the last edge
         self._page_size = page_size
         num_bins = len(self._edges)
         bins = np.searchsorted(self._edges, remaining, side="right") - 1
@@ -89,8 +89,7 @@ class PageForecast:
         own = _suffix_sums(np.bincount(bins, own_tokens.astype(np.float64), num_bins).astype(np.float64))
         alive = _suffix_sums(ending)
         last = np.bincount(bins, weights=remaining, minlength=num_bins)
-        beyond = alive - ending
-        growth = last + np.where(beyond > 0, beyond * np.where(np.isinf(self._ends), 0.0, self._ends), 0.0)
+        growth = last + (alive - ending) * self._ends
         self._pages: Floats = num_shared_pages + (own + growth + alive * (page_size - 1)) / page_size
 
     @property

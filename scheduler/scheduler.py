@@ -313,8 +313,9 @@ class Scheduler:
             num_full = end // self._page_size
             self._slots.save_tokens(slot, num_full * self._page_size)
             if self._config.enable_prefix_caching:
-                for index in range(request.num_published, num_full):
-                    self._pool.publish(request.pages[index], request.digest(index, self._page_size))
+                request.digest(num_full - 1, self._page_size)
+                new = slice(request.num_published, num_full)
+                self._pool.publish(request.pages[new], request.digests[new])
                 request.num_published = num_full
 
     def _take_tokens(self, plan: IterationPlan, result: StepResult, now: float) -> _Tokens:

@@ -6,7 +6,7 @@ pages' contents or the queue.
 
 from __future__ import annotations
 
-from enum import IntEnum
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,15 +16,18 @@ from scheduler.tracked_request import TrackedRequest
 Int32 = NDArray[np.int32]
 
 
-class SlotState(IntEnum):
-    """Where a slot's request stands. The states PREFILL to DRAIN are live: its results still count."""
+class SlotState:
+    """Where a slot's request stands. The states PREFILL to DRAIN are live: its results still count.
 
-    FREE = 0
-    PREFILL = 1  # known tokens are left to compute
-    DECODE = 2  # one token per iteration
-    DRAIN = 3  # all iterations that it needs are planned; the last result is on its way
-    PREEMPTED = 4  # goes back to the queue when the iterations in flight that touch it have finished
-    ENDED = 5  # has ended; iterations in flight may still touch its pages
+    Plain numbers, not an Enum, which numpy would convert in each of many comparisons per iteration.
+    """
+
+    FREE: Final = 0
+    PREFILL: Final = 1  # known tokens are left to compute
+    DECODE: Final = 2  # one token per iteration
+    DRAIN: Final = 3  # all iterations that it needs are planned; the last result is on its way
+    PREEMPTED: Final = 4  # goes back to the queue when the iterations in flight that touch it have finished
+    ENDED: Final = 5  # has ended; iterations in flight may still touch its pages
 
 
 class SlotTable:
@@ -64,11 +67,11 @@ class SlotTable:
         assert request is not None, f"slot {slot} is free"
         return request
 
-    def where(self, state: SlotState) -> Int32:
+    def where(self, state: int) -> Int32:
         """Slots in this state, ascending."""
         return np.flatnonzero(self.state == state).astype(np.int32)
 
-    def by_arrival(self, state: SlotState) -> Int32:
+    def by_arrival(self, state: int) -> Int32:
         """Slots in this state, in order of arrival."""
         slots = self.where(state)
         return slots[np.argsort(self.arrival[slots])]

@@ -37,10 +37,14 @@ class TrackedRequest:
 
     def digest(self, page_index: int, page_size: int) -> bytes:
         """Digest of its full page [page_index]; the tokens up to that page's end must be in `tokens`."""
-        while len(self.digests) <= page_index:
-            index = len(self.digests)
-            parent = self.digests[-1] if index else root_digest(self.request.cache_salt)
-            page = self.tokens[index * page_size : (index + 1) * page_size]
-            assert len(page) == page_size, "digest of a page that is not full"
-            self.digests.append(page_digest(parent, page.tobytes()))
-        return self.digests[page_index]
+        digests = self.digests
+        first = len(digests)
+        if first <= page_index:
+            tokens = self.tokens[first * page_size : (page_index + 1) * page_size]
+            assert len(tokens) == (page_index + 1 - first) * page_size, "digest of a page that is not full"
+            parent = digests[-1] if digests else root_digest(self.request.cache_salt)
+            data, page_bytes = tokens.tobytes(), page_size * tokens.itemsize
+            for offset in range(0, len(data), page_bytes):
+                parent = page_digest(parent, data[offset : offset + page_bytes])
+                digests.append(parent)
+        return digests[page_index]
