@@ -17,10 +17,10 @@ from scheduler.kv_pages import PagePool
 from scheduler.memory_forecast import OutputLengths, PageForecast, SurvivalCurve
 from scheduler.plan import EngineCapacity, SlotStart
 from scheduler.plan_draft import PlanDraft
+from scheduler.residence import Residence
 from scheduler.scheduler_config import SchedulerConfig
 from scheduler.slot_table import SlotState, SlotTable
 from scheduler.tracked_request import TrackedRequest
-from scheduler.waiting_queue import WaitingQueue
 
 
 class Admission:
@@ -30,16 +30,15 @@ class Admission:
         self,
         config: SchedulerConfig,
         capacity: EngineCapacity,
-        pool: PagePool,
-        slots: SlotTable,
-        waiting: WaitingQueue,
+        residence: Residence,
         lengths: OutputLengths,
     ) -> None:
         self._config = config
         self._capacity = capacity
-        self._pool = pool
-        self._slots = slots
-        self._waiting = waiting
+        self._residence = residence
+        self._pool = residence.pool
+        self._slots = residence.slots
+        self._waiting = residence.waiting
         self._lengths = lengths
 
     def start(self, draft: PlanDraft, num_tokens: int, now: float) -> None:
@@ -79,12 +78,7 @@ class Admission:
 
     def _place(self, draft: PlanDraft, request: TrackedRequest, hits: list[int], now: float) -> None:
         num_cached = len(hits) * self._capacity.page_size
-        self._waiting.remove(request)
-        self._waiting.count_pass(request)
-        self._pool.acquire(hits)
-        request.pages = hits
-        request.num_published = len(hits)
-        slot = self._slots.place(request, num_cached)
+        slot = self._residence.place(request, hits)
         if request.queue_s < 0:  # its first start
             request.queue_s = now - request.arrived_s
             request.num_cached = num_cached

@@ -75,7 +75,8 @@ class PageForecast:
     def __init__(
         self, edges: Floats, page_size: int, num_shared_pages: int, own_tokens: Ints, remaining: Floats
     ) -> None:
-        """edges: time bins, from horizon(); own_tokens: [live] KV tokens outside of shared pages; remaining: [live] expected output to come.
+        """edges: time bins, from horizon(). Of each live request, own_tokens: KV tokens outside of shared pages;
+        remaining: expected output to come.
 
         Errs on the side of too many pages: a bin counts everyone who is alive at its start, at the size they
         have at its end, rounded up to pages; shared pages stay for good.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import time
 from array import array
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from scheduler import batcher
 from scheduler.admission import Admission
-from scheduler.kv_pages import PagePool
 from scheduler.memory_forecast import OutputLengths
 from scheduler.plan import (
     Cancel,
@@ -34,12 +33,13 @@ from scheduler.plan import (
     StepStats,
 )
 from scheduler.plan_draft import PlanDraft
+from scheduler.planner import Planner
 from scheduler.ports import ExecutorError
 from scheduler.request import FinishReason, NewRequest
+from scheduler.residence import Residence
 from scheduler.scheduler_config import SchedulerConfig
-from scheduler.slot_table import SlotState, SlotTable, has_result
+from scheduler.slot_table import SlotState, has_result
 from scheduler.tracked_request import TrackedRequest
-from scheduler.waiting_queue import WaitingQueue
 
 Int32 = NDArray[np.int32]
 
@@ -65,6 +65,7 @@ class _Tokens:
     num_output_tokens: Int32
 
 
+_MAX_TOKEN_ID = 2**31 - 1
 _NO_TOKENS = _Tokens((), np.empty(0, np.int32), np.empty(0, np.int32))
 
 
@@ -75,18 +76,16 @@ class Scheduler:
         self._config = config
         self._capacity = capacity
         self._page_size = capacity.page_size
-        self._pool = PagePool(capacity.num_pages)
-        self._slots = SlotTable(capacity.max_slots, capacity.page_size)
-        self._waiting = WaitingQueue()
         self._lengths = OutputLengths(capacity.max_model_len)
-        self._admission = Admission(config, capacity, self._pool, self._slots, self._waiting, self._lengths)
+        self._residence = Residence(capacity)
+        self._slots, self._pool, self._waiting = self._residence.slots, self._residence.pool, self._residence.waiting
+        self._planner = Planner(
+            config, capacity, self._residence, Admission(config, capacity, self._residence, self._lengths)
+        )
         self._requests: dict[str, TrackedRequest] = {}  # all that have not ended
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, id), also of ended ones
         self._num_arrivals = 0
-        self._next_step = 0
         self._unfinished: deque[_Unfinished] = deque()  # in step order
-        self._retiring: dict[int, list[int]] = {}  # step: slots that are free once it has finished
-        self._decode_turn = 0
         self._ends: list[RequestEnd] = []  # not yet told
 
     # --- what comes in ---
@@ -95,8 +94,7 @@ class Scheduler:
         """Queue a request. One that can never run ends as FAILED; nothing is raised."""
         prompt_len = len(request.prompt_token_ids)
         limit = min(prompt_len + request.sampling.max_tokens, self._capacity.max_model_len)
-        error = self._refusal(request, prompt_len, limit)
-        if error:
+        if error := self._refusal(request, prompt_len, limit):
             self._ends.append(RequestEnd(request.request_id, FinishReason.FAILED, 0, 0, 0.0, 0, error))
             return
         tracked = TrackedRequest(request, self._num_arrivals, now, limit, array("i", request.prompt_token_ids))
@@ -129,6 +127,9 @@ class Scheduler:
             return f"max_tokens is {request.sampling.max_tokens}, it must be at least 1"
         if prompt_len >= max_len:
             return f"the prompt has {prompt_len} tokens, at most {max_len - 1} fit into the context"
+        ids = (*request.prompt_token_ids, *request.sampling.stop_token_ids)
+        if min(ids) < 0 or max(ids) > _MAX_TOKEN_ID:
+            return "a token id is out of range"
         if limit - 1 > num_tokens:
             return f"prompt and output need KV for {limit - 1} tokens, the cache holds {num_tokens}"
         return ""
@@ -139,16 +140,12 @@ class Scheduler:
         """The next iteration, or None when there is nothing to compute yet."""
         started = time.perf_counter()
         self._expire(now)
-        draft = PlanDraft()
-        self._draft(draft, now)
-        while not draft.num_rows and self._unblock(draft):
-            self._draft(draft, now)
+        draft = self._planner.draft(now)
         if not draft.num_rows:
             return None
         bucket = batcher.smallest_bucket(self._capacity.buckets, draft.num_tokens)
-        plan = draft.build(self._next_step, bucket)
-        self._next_step += 1
-        self._slots.last_step[plan.slots] = plan.step
+        plan = draft.build(self._residence.num_planned, bucket)
+        self._residence.step_planned(plan)
         self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, time.perf_counter() - started))
         return plan
 
@@ -161,14 +158,14 @@ class Scheduler:
         assert unfinished.plan is plan, "plans must be finished in order"
         if result.step != plan.step or len(result.sampled) != np.count_nonzero(plan.samples):
             raise ExecutorError(f"step {plan.step} was answered by a result that is not its own")
+        self._residence.step_finished()
         wasted = int(plan.counts[self._slots.state[plan.slots] == SlotState.ENDED].sum())
         for fault in result.faults:
             if self._slots.state[fault.slot] not in (SlotState.FREE, SlotState.ENDED):
                 self._end(self._slots.request(fault.slot), FinishReason.FAILED, now, fault.message)
         self._save_full_pages(plan)
         tokens = self._take_tokens(plan, result, now)
-        for slot in self._retiring.pop(plan.step, ()):
-            self._vacate(slot)
+        self._residence.free_left()
         return self._batch(tokens, _stats(unfinished, result, wasted, late))
 
     def take_ends(self) -> OutputBatch | None:
@@ -193,113 +190,6 @@ class Scheduler:
             free_pages=pool.num_free,
             total_pages=pool.num_pages,
         )
-
-    # --- making a plan ---
-
-    def _draft(self, draft: PlanDraft, now: float) -> None:
-        self._draft_decodes(draft)
-        num_tokens = self._capacity.max_batch_tokens - len(draft.decodes)
-        if not draft.num_preemptions:  # else pages are short: nobody new
-            self._admission.start(draft, num_tokens, now)
-        self._draft_prefills(draft, num_tokens)
-
-    def _draft_decodes(self, draft: PlanDraft) -> None:
-        """All live decodes, also those whose input token is still being sampled."""
-        table, max_rows = self._slots, self._capacity.max_batch_tokens
-        slots, self._decode_turn = batcher.pick_decodes(table.where(SlotState.DECODE), self._decode_turn, max_rows)
-        growing = slots[table.computed[slots] == table.num_pages[slots] * self._page_size]
-        if len(growing) > self._pool.num_available:
-            slots, growing = self._make_room(draft, slots, growing)
-        draft.decodes, draft.decode_starts = slots, table.computed[slots]
-        draft.grown_slots, draft.grown_indexes = growing, table.num_pages[growing]
-        draft.grown_pages = self._pool.allocate(len(growing))
-        for slot, page in zip(growing.tolist(), draft.grown_pages):
-            table.request(slot).pages.append(page)
-        table.num_pages[growing] += 1
-        table.computed[slots] += 1
-        table.state[slots[table.computed[slots] + 1 == table.limit[slots]]] = SlotState.DRAIN
-
-    def _draft_prefills(self, draft: PlanDraft, num_tokens: int) -> None:
-        table = self._slots
-        slots = table.by_arrival(SlotState.PREFILL)
-        remaining = (table.known[slots] - table.computed[slots]).tolist()
-        grants = batcher.share_prefill(num_tokens, remaining, self._config.oldest_prefill_share)
-        for slot, num_granted in zip(slots.tolist(), grants):
-            self._draft_chunk(draft, slot, num_granted)
-
-    def _draft_chunk(self, draft: PlanDraft, slot: int, num_granted: int) -> None:
-        """The next num_granted tokens of a prefill, or as many as there are pages for."""
-        table, request = self._slots, self._slots.request(slot)
-        start, num_pages = int(table.computed[slot]), len(request.pages)
-        room = (num_pages + self._pool.num_available) * self._page_size - start
-        count = min(num_granted, room)
-        if count <= 0:
-            return
-        end = start + count
-        pages = self._pool.allocate(-(-end // self._page_size) - num_pages)
-        draft.add_pages(slot, num_pages, pages)
-        request.pages.extend(pages)
-        table.num_pages[slot] = len(request.pages)
-        table.computed[slot] = end
-        is_last = end == int(table.known[slot])
-        if is_last:
-            table.state[slot] = SlotState.DRAIN if end + 1 == request.limit else SlotState.DECODE
-        draft.chunks.append((slot, start, count, is_last))
-
-    # --- when pages run out ---
-
-    def _make_room(self, draft: PlanDraft, slots: Int32, growing: Int32) -> tuple[Int32, Int32]:
-        """Preempt until the pages that come free cover the growing decodes; those without a page now sit out."""
-        coming = self._pages_coming()
-        while len(growing) > self._pool.num_available + coming:
-            victims = self._victims()
-            if len(victims) < 2:
-                break
-            victim = victims[-1]
-            coming += self._preempt(draft, victim)
-            slots, growing = slots[slots != victim], growing[growing != victim]
-        by_arrival = growing[np.argsort(self._slots.arrival[growing])]
-        sitting_out = by_arrival[self._pool.num_available :]
-        return slots[~np.isin(slots, sitting_out)], growing[~np.isin(growing, sitting_out)]
-
-    def _unblock(self, draft: PlanDraft) -> bool:
-        """Nothing could be planned: whether a preemption has made pages for another try.
-
-        That is so when prompts hold all pages, none can go on, and no result can change it.
-        """
-        if self._unfinished:
-            return False
-        victims = self._victims()
-        if not victims:
-            assert not self._requests, "requests are left but nothing runs"
-            return False
-        assert len(victims) > 1, "a request alone does not fit into the pages"
-        self._preempt(draft, victims[-1])
-        return True
-
-    def _victims(self) -> list[int]:
-        """Slots whose preemption gives pages, in order of arrival: the latest goes first."""
-        table = self._slots
-        can = (table.state == SlotState.PREFILL) | (table.state == SlotState.DECODE)
-        slots = np.flatnonzero(can & (table.num_pages > 0))
-        victims: list[int] = slots[np.argsort(table.arrival[slots])].tolist()
-        return victims
-
-    def _pages_coming(self) -> int:
-        """Pages that the steps in flight will give back for sure."""
-        slots = [slot for retiring in self._retiring.values() for slot in retiring]
-        slots += self._slots.where(SlotState.DRAIN).tolist()
-        return sum(self._pool.num_sole(self._slots.request(slot).pages) for slot in slots)
-
-    def _preempt(self, draft: PlanDraft, slot: int) -> int:
-        """Send a request back to the queue; pages that this frees later, when steps in flight have finished."""
-        table, request = self._slots, self._slots.request(slot)
-        num_pages = self._pool.num_sole(request.pages)
-        table.save_tokens(slot, int(table.known[slot]))
-        table.state[slot] = SlotState.PREEMPTED
-        request.num_preemptions += 1
-        draft.num_preemptions += 1
-        return num_pages if self._retire(slot) else 0
 
     # --- taking in a result ---
 
@@ -342,6 +232,10 @@ class Scheduler:
     # --- ends ---
 
     def _expire(self, now: float) -> None:
+        if len(self._deadlines) > 2 * len(self._requests) + 1000:  # mostly of requests that have ended
+            live = {(request.arrival, request_id) for request_id, request in self._requests.items()}
+            self._deadlines = [entry for entry in self._deadlines if entry[1:] in live]
+            heapq.heapify(self._deadlines)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, arrival, request_id = heapq.heappop(self._deadlines)
             request = self._requests.get(request_id)
@@ -360,50 +254,18 @@ class Scheduler:
         )
         if num_output and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.record(num_output)
-        if slot < 0:
-            self._waiting.remove(request)
-            return
-        was_retiring = table.state[slot] == SlotState.PREEMPTED
-        table.state[slot] = SlotState.ENDED
-        if not was_retiring:
-            self._retire(slot)
-
-    def _retire(self, slot: int) -> bool:
-        """Free a slot once no step in flight touches it; False when that was at once."""
-        last_step = int(self._slots.last_step[slot])
-        in_flight = bool(self._unfinished) and last_step >= self._unfinished[0].plan.step
-        if in_flight:
-            self._retiring.setdefault(last_step, []).append(slot)
-        else:
-            self._vacate(slot)
-        return in_flight
-
-    def _vacate(self, slot: int) -> None:
-        comes_back = self._slots.state[slot] == SlotState.PREEMPTED
-        request = self._slots.vacate(slot)
-        self._pool.release(request.pages)
-        request.pages = []
-        if comes_back:
-            self._waiting.push(request)
+        self._residence.remove(request)
 
     # --- own invariants ---
 
     def check_integrity(self) -> None:
         """Assert that pages, slots, queue and steps in flight agree. For tests, after every step."""
-        table = self._slots
-        self._slots.check_integrity()
-        self._waiting.check_integrity()
-        held = [request for request in table.requests if request is not None]
-        self._pool.check_integrity(Counter(page for request in held for page in request.pages))
+        self._residence.check_integrity()
         with_slot = [request for request in self._requests.values() if request.slot >= 0]
         assert len(self._requests) == len(with_slot) + len(self._waiting), "a request is nowhere"
-        assert len(with_slot) == np.count_nonzero(has_result(table.state)), "a slot's request has ended unnoticed"
-        retiring = sorted(slot for slots in self._retiring.values() for slot in slots)
-        leaving = np.flatnonzero(table.state >= SlotState.PREEMPTED).tolist()
-        assert retiring == leaving, "a slot would be freed twice or never"
+        assert len(with_slot) == np.count_nonzero(has_result(self._slots.state)), "a slot outlives its request"
         steps = [unfinished.plan.step for unfinished in self._unfinished]
-        assert steps == list(range(self._next_step - len(steps), self._next_step)), "steps in flight are not in order"
-        assert self._retiring.keys() <= set(steps), "a slot waits for a step that is not in flight"
+        assert steps == list(range(self._residence.num_finished, self._residence.num_planned)), "a step is lost"
 
 
 def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: bool) -> StepStats:

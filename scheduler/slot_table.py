@@ -80,13 +80,13 @@ class SlotTable:
         """Slots whose results still count, ascending."""
         return np.flatnonzero(is_live(self.state)).astype(np.int32)
 
-    def place(self, request: TrackedRequest, num_cached: int) -> int:
-        """Give a slot to a request whose first num_cached tokens lie in its pages already."""
+    def place(self, request: TrackedRequest) -> int:
+        """Give a slot to a request; the pages that it has hold its leading tokens already."""
         slot = self._free.pop()
         known = len(request.tokens)
         stop_ids = request.request.sampling.stop_token_ids
         self.state[slot] = SlotState.PREFILL
-        self.computed[slot] = num_cached
+        self.computed[slot] = len(request.pages) * self.page_size
         self.known[slot] = known
         self.limit[slot] = request.limit
         self.prompt_len[slot] = request.prompt_len
