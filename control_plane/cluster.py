@@ -9,14 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-# Before Ray is imported: it reads these once. A worker without a GPU must still see that there is none.
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
@@ -27,9 +22,9 @@ from control_plane.instance import InstanceLost
 from scheduler.actor import SchedulerActor
 from scheduler.plan import Cancel, EngineCapacity, OutputBatch
 from scheduler.request import NewRequest
-from scheduler.scheduler import SchedulerConfig
+from scheduler.scheduler_config import SchedulerConfig
 from worker.actor import WorkerActor
-from worker.executor import WorkerConfig
+from worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -61,14 +56,11 @@ class InstanceConfig:
 def connect(num_cpus: int) -> None:
     """Join the Ray cluster that RAY_ADDRESS names, or start a local one that lives as long as this process.
 
-    The local one asks every caller for a token that only this process and its children know, since Ray runs
-    whatever it is sent (CVE-2023-48022).
+    `ray_environment.prepare` comes first, before Ray is imported.
     """
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
         return
-    os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray.init(
         address="local",
         num_cpus=max(num_cpus, os.cpu_count() or 1),

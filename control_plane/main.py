@@ -19,6 +19,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
+from control_plane import ray_environment
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.options import ConfigError
@@ -41,6 +42,7 @@ errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 @configured(ALL_GROUPS)
 def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogConfig) -> None:
     """Serve a model by gRPC, with metrics for Prometheus, until SIGTERM."""
+    ray_environment.prepare(os.environ)
     from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
 
     _set_up_logging(log)

@@ -19,7 +19,8 @@ from scheduler.loop import EngineLoop
 from scheduler.plan import Cancel, EngineCapacity, IterationPlan, OutputBatch, StepResult
 from scheduler.ports import ExecutorError
 from scheduler.request import NewRequest
-from scheduler.scheduler import Scheduler, SchedulerConfig
+from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import SchedulerConfig
 
 
 class RayPendingStep:
@@ -45,7 +46,7 @@ class RayPendingStep:
             try:
                 ray.get(ready)  # a dead rank shows here, before the others wait for it in a collective
             except ray.exceptions.RayError as error:
-                raise ExecutorError(f"a rank failed: {_first_line(error)}") from error
+                raise ExecutorError(f"a rank failed: {_reason(error)}") from error
         result: StepResult = ray.get(self._refs[0])
         return result
 
@@ -146,8 +147,11 @@ class SchedulerService:
         self._news.set()
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _reason(error: BaseException) -> str:
+    """One line: what the rank itself raised, or what Ray says of its end."""
+    cause = getattr(error, "cause", None) or error
+    lines = str(cause).strip().splitlines()
+    return f"{type(cause).__name__}: {lines[0]}" if lines else type(cause).__name__
 
 
 SchedulerActor = ray.remote(SchedulerService)

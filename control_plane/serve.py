@@ -1,0 +1,146 @@
+"""`nanoflow serve`: one front end with gRPC and metrics over one instance on Ray, until a signal.
+
+Puts the parts together and takes them apart again; each part's work is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import time
+from contextlib import AsyncExitStack, suppress
+from importlib.metadata import version
+
+import ray
+from rich.console import Console
+
+from control_plane.cluster import InstanceConfig, RayInstance, connect, start_instance
+from control_plane.config import EngineConfig, ServerConfig
+from control_plane.engine import model_info, scheduler_config, worker_config
+from control_plane.frontend import Frontend
+from control_plane.grpc_admin import ServerInfo
+from control_plane.grpc_server import GrpcConfig, GrpcServer
+from control_plane.instance import Instance
+from control_plane.intake import Intake
+from control_plane.metrics import Metrics
+from control_plane.supervisor import Supervisor
+from control_plane.validation import Limits
+from worker.executor import Worker
+
+log = logging.getLogger(__name__)
+
+
+async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int:
+    """Serve until SIGTERM or SIGINT, drain, end; the exit code. A second signal ends the process at once.
+
+    When requests are taken, one line on stdout says so: `ready: gRPC HOST:PORT, metrics URL`. Raises what a user
+    can mend: broken models, capacities that do not fit, ports that are taken.
+    """
+    stop = asyncio.Event()
+    _stop_on_signals(stop)
+    intake = Intake.from_folder(engine.model, model_info(engine, server.served_model_name), limits)
+    config = instance_config(engine, limits)
+    capacity = Worker(config.worker).capacity  # refuses what cannot run, before anything is started
+    async with AsyncExitStack() as stack:
+        await intake.start()
+        metrics = Metrics(intake.model.name, capacity.max_model_len, capacity.max_batch_tokens)
+        frontend = Frontend(intake, metrics)
+        stack.push_async_callback(frontend.close)
+        metrics_server = metrics.listen(server.host, server.metrics_port)
+        stack.callback(metrics_server.close)
+        grpc_server = GrpcServer(
+            frontend, ServerInfo(version("nanoflow-runtime"), engine.tensor_parallel_size), grpc_config(server)
+        )
+        port = await grpc_server.start()
+        stack.push_async_callback(grpc_server.stop, 1.0)
+
+        show = _Progress()
+        show("starting Ray")
+        await asyncio.to_thread(connect, len(config.bundles))
+        _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
+        stack.push_async_callback(asyncio.to_thread, ray.shutdown)
+
+        def started(instance: Instance) -> None:
+            show.done()
+            if instance.name == "instance-0":
+                url = f"http://{server.host}:{metrics_server.port}/metrics"
+                print(f"ready: gRPC {server.host}:{port}, metrics {url}", flush=True)
+
+        async def start(name: str) -> RayInstance:
+            return await start_instance(name, config, show)
+
+        supervisor = asyncio.create_task(Supervisor(start, frontend).run(started))
+        stack.push_async_callback(_cancel, supervisor)
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([supervisor, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if supervisor.done():
+            supervisor.result()  # the first start failed: raises
+        drained = await frontend.drain(server.shutdown_timeout)
+        await grpc_server.stop(1.0)
+        return 0 if drained else 1
+
+
+def instance_config(engine: EngineConfig, limits: Limits) -> InstanceConfig:
+    """What an instance of these options is."""
+    return InstanceConfig(
+        worker=worker_config(engine),
+        scheduler=scheduler_config(engine, limits.max_num_queued_reqs),
+        step_timeout_s=engine.step_timeout,
+    )
+
+
+def grpc_config(server: ServerConfig) -> GrpcConfig:
+    """The server's options as gRPC needs them."""
+    return GrpcConfig(
+        host=server.host,
+        port=server.port,
+        api_keys=(server.api_key,) if server.api_key else (),
+        admin_keys=(server.admin_api_key,) if server.admin_api_key else (),
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+        ssl_ca_certs=server.ssl_ca_certs,
+        reflection=server.grpc_reflection,
+        max_connection_age_s=server.max_connection_age,
+        max_connection_age_grace_s=server.max_connection_age_grace,
+    )
+
+
+class _Progress:
+    """Says what is being done, on one line of a terminal, or on one line each of a log."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status = self._console.status("starting")
+        self._last = ""
+        self._began = time.monotonic()
+
+    def __call__(self, what: str) -> None:
+        if what.split(":")[0] != self._last.split(":")[0] and not self._console.is_terminal:
+            self._console.print(f"{time.monotonic() - self._began:6.1f} s  {what.split(':')[0]}")
+        self._last = what
+        if self._console.is_terminal:
+            self._status.update(what)
+            self._status.start()
+
+    def done(self) -> None:
+        self._status.stop()
+
+
+def _stop_on_signals(stop: asyncio.Event) -> None:
+    def on_signal() -> None:
+        if stop.is_set():
+            os._exit(1)  # the second one: at once
+        log.info("stopping; once more ends at once")
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with suppress(asyncio.CancelledError, Exception):
+        await task
