@@ -50,17 +50,16 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
         stack.push_async_callback(frontend.close)
         metrics_server = metrics.listen(server.host, server.metrics_port)
         stack.callback(metrics_server.close)
+        show = _Progress()
+        show("starting Ray")
+        connect(len(config.bundles))  # before gRPC has threads, which do not like the processes that Ray forks
+        stack.callback(ray.shutdown)
+        _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
         grpc_server = GrpcServer(
             frontend, ServerInfo(version("nanoflow-runtime"), engine.tensor_parallel_size), grpc_config(server)
         )
         port = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
-
-        show = _Progress()
-        show("starting Ray")
-        await asyncio.to_thread(connect, len(config.bundles))
-        _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
-        stack.push_async_callback(asyncio.to_thread, ray.shutdown)
 
         def started(instance: Instance) -> None:
             show.done()
