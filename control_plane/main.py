@@ -6,6 +6,7 @@ Errors that a user can mend end in one line on stderr and exit code 2; Python's 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -19,7 +20,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
-from control_plane import ray_environment
+from control_plane import ray_environment, search_commands
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.options import ConfigError
@@ -27,6 +28,7 @@ from control_plane.validation import Limits
 
 app = typer.Typer(
     name="nanoflow",
+    rich_markup_mode=None,
     help="Serve large language models. `nanoflow serve MODEL` starts a server, `nanoflow doctor` checks the machine.",
     no_args_is_help=True,
     add_completion=False,
@@ -34,6 +36,7 @@ app = typer.Typer(
 )
 bench_app = typer.Typer(help="Benchmarks. Each prints its setting and ends in one JSON line.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
+search_commands.register(app)
 
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -117,6 +120,46 @@ def doctor(
     else:
         checks.show(findings, Console())
     raise typer.Exit(checks.exit_code(findings))
+
+
+@bench_app.command()
+@configured(ALL_GROUPS)
+def throughput(
+    engine: EngineConfig,
+    log: LogConfig,
+    input_len: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
+    output_len: Annotated[int, typer.Option(help="Output tokens of each request.")] = 512,
+    num_prompts: Annotated[int, typer.Option(help="Requests, all submitted at once.")] = 64,
+) -> None:
+    """Tokens per second of one engine in this process, everything submitted at once."""
+    from control_plane.bench.throughput import Workload, run
+
+    _set_up_logging(log)
+    run(engine, Workload(num_prompts, input_len, output_len))
+
+
+@bench_app.command()
+def planning(
+    num_live: Annotated[int, typer.Option(min=1, help="Live decodes.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="B_dense.")] = 2048,
+    num_steps: Annotated[int, typer.Option(min=1, help="Measured iterations.")] = 1000,
+) -> None:
+    """What the scheduler costs per iteration, without a model."""
+    from control_plane.bench.planning import run
+
+    run(num_live=num_live, batch_tokens=batch_tokens, num_steps=num_steps)
+
+
+@bench_app.command("cpu-reference")
+def cpu_reference(
+    model: Annotated[Path, typer.Argument(help="Model folder.")],
+    output_len: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 3,
+) -> None:
+    """The engine beside transformers' generate on the CPU, at 1 and 16 requests."""
+    from control_plane.bench.cpu_reference import Setting, run
+
+    typer.echo(json.dumps(run(Setting(model, output_len=output_len, repeats=repeats))))
 
 
 @app.callback(invoke_without_command=True)
