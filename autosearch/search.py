@@ -85,7 +85,7 @@ def search(times: OperatorTimes, options: SearchOptions) -> SearchResult:
     base = predicted(sequential(times.operators(Collectives.ALL_REDUCE), batch), times, None)
     reports: list[StageReport] = []
     found = [predicted(plan, times, base) for layer in layers for plan in _plans(layer, batch, options, reports)]
-    ranked = sorted(_distinct(found), key=lambda plan: _figures(plan).layer_us)[: options.num_candidates]
+    ranked = best_of_each_kind(found)[: options.num_candidates]
     kept = base
     if ranked and gain(ranked[0]) > times.table.spread:
         kept = ranked[0]
@@ -150,12 +150,15 @@ def _alternatives(times: OperatorTimes, options: SearchOptions) -> tuple[Collect
     return options.collectives if times.target.num_gpus > 1 else (Collectives.ALL_REDUCE,)
 
 
-def _distinct(plans: list[PipelineSchedule]) -> Iterator[PipelineSchedule]:
-    seen = set()
-    for plan in plans:
-        if (plan.operations, plan.collectives) not in seen:
-            seen.add((plan.operations, plan.collectives))
-            yield plan
+def best_of_each_kind(plans: list[PipelineSchedule]) -> list[PipelineSchedule]:
+    """Fastest first, but every number of ranges and collective once before any of them again: variety to measure."""
+    ranked = sorted(plans, key=lambda plan: _figures(plan).layer_us)
+    leaders: dict[tuple[str, str], PipelineSchedule] = {}
+    for plan in ranked:
+        leaders.setdefault((plan.name, plan.collectives), plan)
+    chosen = list(leaders.values())
+    seen = {(plan.operations, plan.collectives) for plan in chosen}
+    return chosen + [plan for plan in ranked if (plan.operations, plan.collectives) not in seen]
 
 
 def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[StageReport]) -> Iterator[PipelineSchedule]:

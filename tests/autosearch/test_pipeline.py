@@ -1,0 +1,150 @@
+"""Schedules as files, and the rules that a schedule must keep."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosearch.catalog import find_model
+from autosearch.operators import Operator, Resource, layer_operators
+from autosearch.pipeline import (
+    Figures,
+    InvalidScheduleError,
+    NanoOperation,
+    PipelineSchedule,
+    nanobatch_only,
+    sequential,
+)
+from autosearch.precedence import ChainedLayers
+
+OPERATORS = layer_operators(find_model("llama-2-70b").spec, 8)
+# A layer small enough to think about: attention between two GEMMs.
+SMALL = (Operator("a", ()), Operator("m", ("a",), resource=Resource.MEMORY), Operator("b", ("m",)))
+
+
+def overlapped(share_b: float, share_m: float, wait: bool = False) -> PipelineSchedule:
+    """m of the second half may run beside b of the first half, unless b waits for it."""
+    operations = (
+        NanoOperation("a", 0, 128, 0, 1.0),
+        NanoOperation("m", 0, 128, 1, 0.25),
+        NanoOperation("a", 128, 256, 0, 0.75),
+        NanoOperation("m", 128, 256, 1, share_m),
+        NanoOperation("b", 0, 128, 0, share_b, after=(3,) if wait else ()),
+        NanoOperation("b", 128, 256, 0, 1.0),
+    )
+    return PipelineSchedule("small", 256, operations)
+
+
+@pytest.mark.parametrize("schedule", [sequential(OPERATORS, 256), nanobatch_only(OPERATORS, 256, 4)])
+def test_built_in_schedules_validate(schedule):
+    schedule.validate(OPERATORS)
+
+
+def test_shares_that_fit_validate():
+    overlapped(0.75, 0.25).validate(SMALL)
+
+
+def test_shares_over_one_are_refused_with_names():
+    with pytest.raises(InvalidScheduleError, match=r"m\[128, 256\).*b\[0, 128\)|b\[0, 128\).*m\[128, 256\)"):
+        overlapped(0.75, 0.5).validate(SMALL)
+
+
+def test_an_explicit_wait_keeps_operations_apart():
+    overlapped(1.0, 0.25, wait=True).validate(SMALL)
+    with pytest.raises(InvalidScheduleError):
+        overlapped(1.0, 0.25).validate(SMALL)
+
+
+def test_the_next_layer_counts_as_a_neighbour():
+    """m of the second half is done before the layer ends, but nothing orders it against the next layer's start."""
+    operations = (
+        NanoOperation("a", 0, 256, 0, 1.0),
+        NanoOperation("m", 0, 256, 1, 1.0),
+        NanoOperation("b", 0, 256, 2, 0.5),
+    )
+    free = (SMALL[0], SMALL[1], Operator("b", ("a",)))  # b no longer waits for m
+    chained = PipelineSchedule("chained", 256, operations)
+    with pytest.raises(InvalidScheduleError, match="more than all SMs"):
+        chained.validate(free)
+
+
+def test_implied_waits_are_dropped_and_needed_ones_stay():
+    needed = overlapped(1.0, 0.25, wait=True)
+    operations = ChainedLayers(needed.operations, SMALL).without_implied_waits()
+    assert operations[4].after == (3,)
+    doubled = replace(needed.operations[5], after=(3, 4))  # its input and its lane
+    implied = ChainedLayers((*needed.operations[:5], doubled), SMALL).without_implied_waits()
+    assert implied[5].after == ()
+
+
+def break_schedule(**change):
+    first, *rest = sequential(OPERATORS, 256).operations
+    return replace(sequential(OPERATORS, 256), operations=(replace(first, **change), *rest))
+
+
+@pytest.mark.parametrize(
+    "change", [{"end": 128}, {"start": 128}, {"sm_share": 0.0}, {"sm_share": 1.5}, {"operator": "x"}, {"after": (3,)}]
+)
+def test_broken_schedules_are_refused(change):
+    with pytest.raises(InvalidScheduleError):
+        break_schedule(**change).validate(OPERATORS)
+
+
+def test_an_order_against_the_inputs_is_refused():
+    plan = sequential(OPERATORS, 256)
+    with pytest.raises(InvalidScheduleError, match="runs before"):
+        replace(plan, operations=tuple(reversed(plan.operations))).validate(OPERATORS)
+
+
+def test_later_prefill_before_earlier_append_is_refused():
+    names = [op.name for op in OPERATORS]
+    plan = nanobatch_only(OPERATORS, 256, 2)
+    by_range = sorted(plan.operations, key=lambda op: (-op.start, names.index(op.operator)))
+    with pytest.raises(InvalidScheduleError, match="prefill_attention"):
+        replace(plan, operations=tuple(by_range)).validate(OPERATORS)
+
+
+def test_json_round_trip():
+    plan = replace(overlapped(1.0, 0.25, wait=True), predicted=Figures(1.0, 2.0, 3.0), fingerprint="x", gpu="y")
+    assert PipelineSchedule.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "batch_tokens": 1, "operations": [{"wrong": 1}]}'])
+def test_files_that_are_no_schedules_are_refused(text):
+    with pytest.raises(InvalidScheduleError):
+        PipelineSchedule.from_json(text)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1), st.lists(st.tuples(st.sampled_from([0, 1, 2]), st.floats(0.1, 1.0)), min_size=6, max_size=6))
+def test_validation_agrees_with_random_durations(seed, choices):
+    """Whatever a schedule that validates is played with, shares never add up to more than one."""
+    from random import Random
+
+    base = overlapped(0.5, 0.5).operations
+    operations = tuple(replace(op, lane=lane, sm_share=share) for op, (lane, share) in zip(base, choices))
+    plan = PipelineSchedule("random", 256, operations)
+    try:
+        plan.validate(SMALL)
+    except InvalidScheduleError:
+        return
+    rng = Random(seed)
+    for _ in range(5):
+        spans = play_randomly(plan, rng)
+        for begin, _, _ in spans:
+            running = sum(share for start, end, share in spans if start <= begin < end)
+            assert running <= 1 + 1e-6
+
+
+def play_randomly(plan, rng, layers=4):
+    """(begin, end, share) of every operation when each layer's operations take random times."""
+    waits = ChainedLayers(plan.operations, SMALL).waits
+    ends, spans = {}, []
+    for layer in range(layers):
+        for index, operation in enumerate(plan.operations):
+            before = [ends[other, layer - back] for other, back in waits[index] if layer >= back]
+            begin = max(before, default=0.0)
+            ends[index, layer] = begin + rng.choice([0.1, 1.0, 10.0])
+            spans.append((begin, ends[index, layer], operation.sm_share))
+    return spans
