@@ -52,17 +52,19 @@ class Admission:
         forecast = _Forecast(self._capacity, self._pool, self._slots, self._lengths)
         num_blocked = 0
         while num_blocked < min(len(self._waiting), self._config.lookahead):
-            if not self._slots.has_free or not room.has_room:
+            if not self._slots.has_free or not room.has_room or self._is_barred(num_blocked):
                 return
             request = self._waiting[num_blocked]
             hits = self._find_prefix(request)
             if room.takes(request, hits) and forecast.takes(request, hits):
                 room.take(request, hits)
                 self._place(draft, request, hits, now)
-            elif request.passes >= self._config.max_passes:
-                return
             else:
                 num_blocked += 1
+
+    def _is_barred(self, num_blocked: int) -> bool:
+        """Whether one of the first, which do not fit, must not be passed any more."""
+        return any(self._waiting[i].passes >= self._config.max_passes for i in range(num_blocked))
 
     def _find_prefix(self, request: TrackedRequest) -> list[int]:
         """Pages that hold its leading tokens already; at least one token is left to compute."""
@@ -154,8 +156,9 @@ class _Forecast:
     def takes(self, request: TrackedRequest, hits: list[int]) -> bool:
         """Whether it fits beside all who are placed; if so, place it next, for it is counted in."""
         is_alone = not self._most_pages  # then it always fits: one that does not was refused when it came
-        self._most_pages += int(self._pages_at_end(request.limit))
-        if is_alone or (self._expected is None and self._most_pages <= self._capacity.num_pages):
+        most_pages = self._most_pages + int(self._pages_at_end(request.limit))
+        if is_alone or (self._expected is None and most_pages <= self._capacity.num_pages):
+            self._most_pages = most_pages
             return True
         curve, forecast = self._expected = self._expected or self._expect()
         num_known = len(request.tokens)

@@ -1,4 +1,4 @@
-"""Forms the rows of an iteration: which decodes run, how prefills share what is left, which bucket holds them.
+"""Deals an iteration's rows: how prefills share what the decodes leave, and which bucket holds them all.
 
 Pure functions over numbers; knows nothing of requests, pages or time.
 """
@@ -7,24 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from scheduler.plan import ScheduleBucket
-
-Int32 = NDArray[np.int32]
-
-
-def pick_decodes(slots: Int32, turn: int, max_rows: int) -> tuple[Int32, int]:
-    """At most max_rows of the slots (ascending) that could decode, and the turn for the next iteration.
-
-    All of them where they fit; otherwise round robin, beginning at slot `turn`, so that each gets its share.
-    """
-    if len(slots) <= max_rows:
-        return slots, turn
-    first = int(np.searchsorted(slots, turn))
-    picked = np.take(slots, np.arange(first, first + max_rows), mode="wrap")
-    return picked, int(picked[-1]) + 1
 
 
 def share_prefill(num_tokens: int, remaining: Sequence[int], oldest_share: float) -> list[int]:

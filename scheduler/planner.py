@@ -32,7 +32,6 @@ class Planner:
         self._slots = residence.slots
         self._pool = residence.pool
         self._admission = admission
-        self._decode_turn = 0
 
     def draft(self, now: float) -> PlanDraft:
         """The next iteration; without rows when there is nothing to compute until a result is there."""
@@ -52,8 +51,9 @@ class Planner:
     def _add_decodes(self, draft: PlanDraft) -> None:
         """All live decodes, also those whose input token is still being sampled."""
         table = self._slots
-        ready = table.where(SlotState.DECODE)
-        slots, self._decode_turn = batcher.pick_decodes(ready, self._decode_turn, self._max_tokens)
+        slots = table.where(SlotState.DECODE)
+        # Each decode had a row in the iteration before, as a decode or as its prompt's last chunk.
+        assert len(slots) <= self._max_tokens, "more decodes than rows"
         growing = slots[table.computed[slots] == table.num_pages[slots] * self._page_size]
         if len(growing) > self._pool.num_available:
             slots, growing = self._make_room(draft, slots, growing)

@@ -24,6 +24,7 @@ class Residence:
         self.waiting = WaitingQueue()
         self.num_planned = 0  # steps [0, num_planned) have been planned,
         self.num_finished = 0  # and [0, num_finished) of them have finished
+        self.num_preemptions = 0
         self._leaving: dict[int, list[int]] = {}  # step: slots that are free once it has finished
 
     def step_planned(self, plan: IterationPlan) -> None:
@@ -64,6 +65,7 @@ class Residence:
         self.slots.save_tokens(slot, int(self.slots.known[slot]))
         self.slots.state[slot] = SlotState.PREEMPTED
         request.num_preemptions += 1
+        self.num_preemptions += 1
         return num_pages if self._leave(slot) else 0
 
     def remove(self, request: TrackedRequest) -> None:

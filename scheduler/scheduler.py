@@ -53,6 +53,7 @@ class _Unfinished:
     plan: IterationPlan
     draft: PlanDraft
     batch_tokens: int
+    num_preemptions: int  # since the plan before
     plan_s: float
 
 
@@ -85,6 +86,7 @@ class Scheduler:
         self._requests: dict[str, TrackedRequest] = {}  # all that have not ended
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, id), also of ended ones
         self._num_arrivals = 0
+        self._num_preemptions_told = 0
         self._unfinished: deque[_Unfinished] = deque()  # in step order
         self._ends: list[RequestEnd] = []  # not yet told
 
@@ -146,7 +148,10 @@ class Scheduler:
         bucket = batcher.smallest_bucket(self._capacity.buckets, draft.num_tokens)
         plan = draft.build(self._residence.num_planned, bucket)
         self._residence.step_planned(plan)
-        self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, time.perf_counter() - started))
+        num_preemptions = self._residence.num_preemptions - self._num_preemptions_told
+        self._num_preemptions_told += num_preemptions
+        plan_s = time.perf_counter() - started
+        self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, num_preemptions, plan_s))
         return plan
 
     def finish(self, plan: IterationPlan, result: StepResult, now: float, late: bool = False) -> OutputBatch:
@@ -277,7 +282,7 @@ def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: b
         num_decodes=plan.num_decodes,
         num_prompt_tokens=plan.num_tokens - plan.num_decodes,
         num_wasted_tokens=num_wasted,
-        num_preemptions=draft.num_preemptions,
+        num_preemptions=unfinished.num_preemptions,
         prefix_queries=draft.prefix_queries,
         prefix_hits=draft.prefix_hits,
         late=late,

@@ -52,6 +52,11 @@ def make_capacity(
     return EngineCapacity(num_pages, page_size, max_slots, min(max_model_len, num_pages * page_size), buckets)
 
 
+def make_prompt(length: int, first: int = 0) -> list[int]:
+    """Tokens that differ from the first one on when `first` differs."""
+    return [(first + 7 * i + i * i) % VOCAB for i in range(length)]
+
+
 def make_request(
     request_id: str,
     prompt: list[int] | int,
@@ -61,14 +66,15 @@ def make_request(
     timeout_s: float | None = None,
     seed: int = 0,
 ) -> NewRequest:
-    """A prompt of given tokens, or of so many that depend on the id's hash only through `prompt`."""
-    tokens = tuple((7 * i + prompt) % VOCAB for i in range(prompt)) if isinstance(prompt, int) else tuple(prompt)
+    """A request with these tokens as prompt, or with so many."""
+    tokens = tuple(make_prompt(prompt) if isinstance(prompt, int) else prompt)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop, seed=seed)
     return NewRequest(request_id, tokens, sampling, cache_salt=salt, timeout_s=timeout_s)
 
 
 @dataclass
 class _Slot:
+    request_id: str
     known: list[int]  # tokens of the sequence, as far as sent or sampled
     table: dict[int, int] = field(default_factory=dict)  # page index: page
     seed: int = 0
@@ -79,12 +85,14 @@ class FakeModel:
 
     def __init__(self, capacity: EngineCapacity) -> None:
         self.capacity = capacity
-        self.kv_token = np.full((capacity.num_pages, capacity.page_size), -1)
-        self.kv_position = np.full((capacity.num_pages, capacity.page_size), -1)
+        shape = (capacity.num_pages, capacity.page_size)
+        self.kv_token = np.full(shape, -1)
+        self.kv_position = np.full(shape, -1)
+        self.kv_salt = np.full(shape, "", object)
         self.slots: dict[int, _Slot] = {}
         self.next_step = 0
         self.faulty: set[str] = set()  # request ids whose rows fail
-        self.ids: dict[int, str] = {}
+        self.salts: dict[str, str] = {}  # of request ids, where KV must not be shared with others
 
     def run(self, plan: IterationPlan) -> StepResult:
         """Execute one plan; asserts that it is one that a model could execute."""
@@ -93,16 +101,14 @@ class FakeModel:
         self._check_shape(plan)
         for start in plan.slot_starts:
             assert 0 <= start.num_cached < len(start.token_ids)
-            self.slots[start.slot] = _Slot(start.token_ids.tolist(), seed=start.seed)
-            self.ids[start.slot] = start.request_id
+            self.slots[start.slot] = _Slot(start.request_id, start.token_ids.tolist(), seed=start.seed)
         for slot, index, page in zip(plan.page_slots.tolist(), plan.page_indexes.tolist(), plan.page_ids.tolist()):
             assert 0 <= page < self.capacity.num_pages
             self.slots[slot].table[index] = page
         self._write_kv(plan)
         sampled = [self._sample(row, plan) for row in np.flatnonzero(plan.samples).tolist()]
-        faults = tuple(
-            SlotFault(slot, "bad row") for slot in dict.fromkeys(plan.slots.tolist()) if self.ids[slot] in self.faulty
-        )
+        faulty = [slot for slot in plan.slots.tolist() if self.slots[slot].request_id in self.faulty]
+        faults = tuple(SlotFault(slot, "its logits are not finite") for slot in faulty)
         return StepResult(plan.step, np.array(sampled, np.int32), faults, idle_s=0.0, run_s=0.001)
 
     def _check_shape(self, plan: IterationPlan) -> None:
@@ -117,22 +123,36 @@ class FakeModel:
     def _write_kv(self, plan: IterationPlan) -> None:
         for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()):
             for position in range(start, start + count):
-                page, offset = self._place(slot, position)
-                self.kv_token[page, offset] = self.slots[slot].known[position]
-                self.kv_position[page, offset] = position
+                place = self._place(slot, position)
+                self.kv_token[place] = self.slots[slot].known[position]
+                self.kv_position[place] = position
+                self.kv_salt[place] = self._salt(slot)
+        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()):
+            seen = self._read_kv(slot, start + count)
+            assert seen == self.slots[slot].known[: start + count], f"slot {slot} reads another's KV"
+
+    def _read_kv(self, slot: int, end: int) -> list[int]:
+        """Tokens [0, end) as attention sees them."""
+        seen = []
+        for position in range(end):
+            place = self._place(slot, position)
+            assert self.kv_position[place] == position, f"slot {slot}: KV of position {position} is not there"
+            assert self.kv_salt[place] == self._salt(slot), f"slot {slot} reads KV of another salt"
+            seen.append(int(self.kv_token[place]))
+        return seen
 
     def _place(self, slot: int, position: int) -> tuple[int, int]:
         return self.slots[slot].table[position // self.capacity.page_size], position % self.capacity.page_size
 
+    def _salt(self, slot: int) -> str:
+        return self.salts.get(self.slots[slot].request_id, "")
+
     def _sample(self, row: int, plan: IterationPlan) -> int:
         slot, end = int(plan.slots[row]), int(plan.starts[row] + plan.counts[row])
-        seen = []
-        for position in range(end):
-            page, offset = self._place(slot, position)
-            assert self.kv_position[page, offset] == position, f"slot {slot}: KV of position {position} is not there"
-            seen.append(int(self.kv_token[page, offset]))
-        token = next_token(seen, self.slots[slot].seed)
         assert len(self.slots[slot].known) == end, f"slot {slot}: token {end} is sampled twice or too early"
+        token = next_token(self._read_kv(slot, end), self.slots[slot].seed)
+        if self.slots[slot].request_id in self.faulty:
+            token = -1  # undefined, says the border
         self.slots[slot].known.append(token)
         return token
 
@@ -153,12 +173,17 @@ class FakePending:
 
 
 class FakeExecutor:
-    """In the caller's thread, as late as possible."""
+    """In the caller's thread, as late as possible.
+
+    Refuses a plan that gives a slot, or writes a page, that another request's rows in flight may still touch.
+    """
 
     def __init__(self, capacity: EngineCapacity) -> None:
         self.model = FakeModel(capacity)
         self._queued: list[IterationPlan] = []
         self._results: dict[int, StepResult] = {}
+        self._tables: dict[int, dict[int, int]] = {}  # as of the last plan handed over
+        self._touched: dict[int, dict[int, set[int]]] = {}  # step in flight: slot: pages
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -167,6 +192,7 @@ class FakeExecutor:
 
     def submit(self, plan: IterationPlan) -> FakePending:
         """Keep the plan until its result is asked for."""
+        self._check_reuse(plan)
         self._queued.append(plan)
         return FakePending(self, plan)
 
@@ -175,10 +201,25 @@ class FakeExecutor:
         while self._queued and self._queued[0].step <= step:
             plan = self._queued.pop(0)
             self._results[plan.step] = self.model.run(plan)
+            del self._touched[plan.step]
         return self._results.pop(step)
 
     def close(self) -> None:
         """Nothing to free."""
+
+    def _check_reuse(self, plan: IterationPlan) -> None:
+        for start in plan.slot_starts:
+            assert not any(start.slot in touched for touched in self._touched.values()), "a slot is reused too early"
+            self._tables[start.slot] = {}
+        for slot, index, page in zip(plan.page_slots.tolist(), plan.page_indexes.tolist(), plan.page_ids.tolist()):
+            self._tables[slot][index] = page
+        page_size = self.capacity.page_size
+        for slot, start, count in zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist()):
+            written = {self._tables[slot][i] for i in range(start // page_size, (start + count - 1) // page_size + 1)}
+            for touched in self._touched.values():
+                for other, pages in touched.items():
+                    assert other == slot or not written & pages, "a page is reused too early"
+        self._touched[plan.step] = {slot: set(self._tables[slot].values()) for slot in plan.slots.tolist()}
 
 
 class ThreadedPending:

@@ -1,0 +1,129 @@
+"""Whatever happens, each request's output is what it yields alone, and nothing is left behind."""
+
+from driver import Driver
+from fake_executor import VOCAB, make_capacity, make_prompt, make_request
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from scheduler.request import FinishReason
+from scheduler.scheduler import SchedulerConfig
+from scheduler.slot_table import SlotState
+
+STOPS = tuple(range(0, VOCAB, 9))  # about every ninth token ends a request
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random arrivals, cancels, deadlines, faults, flushes and preemptions, with little of everything."""
+
+    @initialize(
+        page_size=st.integers(1, 5),
+        num_tokens=st.integers(16, 100),
+        max_slots=st.integers(1, 6),
+        batch_tokens=st.integers(1, 20),
+        caching=st.booleans(),
+        max_passes=st.integers(0, 4),
+        lookahead=st.integers(1, 4),
+        share=st.sampled_from([0.0, 0.25, 1.0]),
+        misled=st.booleans(),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_tokens: int,
+        max_slots: int,
+        batch_tokens: int,
+        caching: bool,
+        max_passes: int,
+        lookahead: int,
+        share: float,
+        misled: bool,
+    ) -> None:
+        capacity = make_capacity(-(-num_tokens // page_size), page_size, max_slots, 40, batch_tokens)
+        self.driver = Driver(capacity, SchedulerConfig(caching, 1000, max_passes, lookahead, share))
+        for _ in range(100 if misled else 0):  # outputs were short so far: the forecast will be wrong
+            self.driver.scheduler._lengths.record(1)
+        self.num_added = 0
+
+    @rule(
+        num_requests=st.integers(1, 4),
+        shared=st.integers(0, 16),
+        own=st.integers(0, 10),
+        first=st.integers(0, 2),
+        max_tokens=st.integers(1, 24),
+        stops=st.booleans(),
+        salt=st.sampled_from(["", "", "a"]),
+        seed=st.integers(0, 2),
+        timeout_s=st.sampled_from([None, None, None, 9.0]),
+    )
+    def add(
+        self,
+        num_requests: int,
+        shared: int,
+        own: int,
+        first: int,
+        max_tokens: int,
+        stops: bool,
+        salt: str,
+        seed: int,
+        timeout_s: float | None,
+    ) -> None:
+        prompt = make_prompt(shared) + make_prompt(own, first=first) or [1]
+        stop = STOPS if stops else ()
+        for _ in range(num_requests):
+            request_id = f"r{self.num_added}"
+            self.driver.add(make_request(request_id, prompt, max_tokens, stop, salt, timeout_s, seed + self.num_added))
+            self.num_added += 1
+
+    @rule(num_steps=st.integers(1, 12))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.driver.step()
+        self.driver.check_outputs()
+
+    @rule()
+    def land(self) -> None:
+        self.driver.land()
+
+    @precondition(lambda self: self.driver.live)
+    @rule(pick=st.integers(0, 100), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
+    def cancel(self, pick: int, reason: FinishReason) -> None:
+        live = self.driver.live
+        self.driver.cancel(live[pick % len(live)], reason)
+
+    @precondition(lambda self: self.driver.live)
+    @rule(pick=st.integers(0, 100), really=st.sampled_from([False, False, False, True]))
+    def fault(self, pick: int, really: bool) -> None:
+        live = self.driver.live
+        if really:
+            self.driver.executor.model.faulty.add(live[pick % len(live)])
+
+    @rule()
+    def flush(self) -> None:
+        self.driver.scheduler.flush_cache()
+        self.driver.scheduler.check_integrity()
+
+    @rule(seconds=st.floats(0, 3))
+    def wait(self, seconds: float) -> None:
+        self.driver.now += seconds
+
+    @rule(pick=st.integers(0, 100))
+    def preempt(self, pick: int) -> None:
+        residence = self.driver.scheduler._residence
+        state = residence.slots.state
+        slots = ((state == SlotState.PREFILL) | (state == SlotState.DECODE)).nonzero()[0].tolist()
+        if slots:
+            residence.preempt(slots[pick % len(slots)])
+            self.driver.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.run()
+            self.driver.check_outputs()
+            self.driver.check_baseline()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
