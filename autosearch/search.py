@@ -41,7 +41,7 @@ class SearchOptions:
     overlap: Overlap = Overlap.ALL
     collectives: tuple[Collectives, ...] = tuple(Collectives)
     num_candidates: int = 3  # pipelines to keep beside the sequential schedule
-    growth_budget_s: float = 30.0  # no more ranges are tried after this; shared by the collective alternatives
+    growth_budget_s: float = 20.0  # no more ranges are tried after this; shared by the collective alternatives
 
 
 @dataclass(frozen=True, slots=True)
