@@ -1,0 +1,196 @@
+"""Persistent GEMMs for Hopper in Triton: plain, with SiLU·mul or with the row's argmax in the epilogue.
+
+One block per SM walks over the output tiles; operands come by TMA, and the epilogue of a tile runs beside the
+loads of the next. The row count may live on the device, so that a captured graph serves any number of rows.
+Knows nothing of models; which kernel serves which shape is decided by measurement in `worker.gemm_choice`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+# Gate and up rows of a fused weight alternate in blocks of this many rows: half of a 256-wide tile is the gate.
+GATE_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The shape of one output tile and how its loop is pipelined."""
+
+    rows: int = 128
+    columns: int = 256
+    depth: int = 64
+    stages: int = 3
+    warps: int = 8
+
+
+@triton.jit
+def _tile_of(tile, num_m, num_n, GROUP: tl.constexpr):
+    """Row and column of a tile; groups of GROUP tile rows share the weight's columns in L2."""
+    width = GROUP * num_n
+    first = (tile // width) * GROUP
+    rows = min(num_m - first, GROUP)
+    return first + tile % rows, (tile % width) // rows
+
+
+@triton.jit
+def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """Left and right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _gemm_kernel(
+    a,  # descriptor [M, K], blocks [BM, BK]
+    b,  # descriptor [N, K], blocks [BN, BK]
+    c,  # descriptor [M, N] or, with SILU_MUL, [M, N // 2], blocks [BM, BN // 2]
+    bias,  # [N] or None
+    num_rows,  # pointer to the live row count, or None
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GRID: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    if num_rows is not None:
+        M = min(M, tl.load(num_rows))
+    num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, GRID, flatten=True):
+        m, n = _tile_of(tile, num_m, num_n, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(num_k):
+            acc = tl.dot(a.load([m * BM, k * BK]), b.load([n * BN, k * BK]).T, acc)
+        if bias is not None:
+            columns = n * BN + tl.arange(0, BN)
+            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        left, right = _halves(acc, BM, BN)
+        if SILU_MUL:
+            c.store([m * BM, n * (BN // 2)], (left / (1.0 + tl.exp(-left)) * right).to(DTYPE))
+        else:
+            c.store([m * BM, n * BN], left.to(DTYPE))
+            c.store([m * BM, n * BN + BN // 2], right.to(DTYPE))
+
+
+@triton.jit
+def _gemm_argmax_kernel(
+    a,  # descriptor [M, K]
+    b,  # descriptor [N, K]
+    best,  # [tiles of N, M] fp32: the largest product in the tile's columns
+    best_column,  # [tiles of N, M] int32: its column, the lowest of equals
+    num_rows,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP: tl.constexpr,
+    GRID: tl.constexpr,
+):
+    live = min(M, tl.load(num_rows))
+    num_m, num_n, num_k = tl.cdiv(live, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
+    for tile in tl.range(tl.program_id(0), num_m * num_n, GRID, flatten=True):
+        m, n = _tile_of(tile, num_m, num_n, GROUP)
+        acc = tl.zeros((BM, BN), tl.float32)
+        for k in range(num_k):
+            acc = tl.dot(a.load([m * BM, k * BK]), b.load([n * BN, k * BK]).T, acc)
+        columns = n * BN + tl.arange(0, BN)
+        # A NaN must not lose the comparison: it becomes an infinity, which the reader reports as a fault.
+        acc = tl.where(acc == acc, acc, float("inf"))
+        acc = tl.where((columns < N)[None, :], acc, float("-inf"))
+        top, where = tl.max(acc, axis=1, return_indices=True, return_indices_tie_break_left=True)
+        rows = m * BM + tl.arange(0, BM)
+        tl.store(best + n * M + rows, top, mask=rows < live)
+        tl.store(best_column + n * M + rows, n * BN + where, mask=rows < live)
+
+
+def _grid(rows: int, columns: int, tile: Tile, sms: int) -> int:
+    return min(sms, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
+
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    sms: int,
+    bias: torch.Tensor | None = None,
+    num_rows: torch.Tensor | None = None,
+    silu_mul: bool = False,
+    tile: Tile = Tile(),
+) -> None:
+    """out[M, N] = x[M, K] @ weight[N, K].T + bias; with `silu_mul`, out[M, N/2] = silu(gate) * up.
+
+    `silu_mul` wants a weight whose gate and up rows alternate in blocks of GATE_BLOCK (`interleave_gate_up`).
+    `num_rows` is a one-element int32 tensor on the device: rows from there on are left as they are, up to the
+    end of a tile. K * itemsize and the row sizes of `out` must be multiples of 16 bytes (TMA).
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    grid = _grid(m, n, tile, sms)
+    _gemm_kernel[(grid,)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]),
+        bias,
+        num_rows,
+        m,
+        n,
+        k,
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.depth,
+        GROUP=8,
+        GRID=grid,
+        SILU_MUL=silu_mul,
+        DTYPE=_DTYPES[out.dtype],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def linear_argmax(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    best: torch.Tensor,
+    best_column: torch.Tensor,
+    num_rows: torch.Tensor,
+    *,
+    sms: int,
+    tile: Tile = Tile(),
+) -> None:
+    """Per tile of columns, the largest of x[M, K] @ weight[N, K].T and its column, for rows < num_rows.
+
+    The products never reach memory: best and best_column are [ceil(N / tile.columns), M], fp32 and int32.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    grid = _grid(m, n, tile, sms)
+    _gemm_argmax_kernel[(grid,)](
+        TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
+        best,
+        best_column,
+        num_rows,
+        m,
+        n,
+        k,
+        BM=tile.rows,
+        BN=tile.columns,
+        BK=tile.depth,
+        GROUP=16,
+        GRID=grid,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -1,0 +1,138 @@
+"""Paged causal attention for prefill chunks in Triton: many query tokens of a sequence against its KV pages.
+
+The query heads of one KV head are packed beside the tokens into the rows of a tile, so that K and V are read once
+for all of them. Blocks draw tiles from a ticket counter over a work list on the device, longest first, so one
+launch of fixed size serves any mix of chunks. Knows nothing of models or plans.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+# int32 fields of a unit: first query row, query tokens, position of the first, page table row
+UNIT_FIELDS = 4
+_LOG2E = 1.4426950408889634
+
+
+def tokens_per_unit(group: int, tile_rows: int = 128) -> int:
+    """Query tokens that one tile holds, with `group` query heads per KV head."""
+    return tile_rows // triton.next_power_of_2(group)
+
+
+@triton.jit
+def _prefill_kernel(
+    q,  # [rows, q_stride]
+    k_pages,  # [pages, HK, P, D]
+    v_pages,
+    page_table,
+    units,
+    num_units,
+    ticket,
+    out,
+    q_stride,
+    table_stride,
+    out_stride,
+    scale,
+    HK: tl.constexpr,
+    G: tl.constexpr,
+    GP: tl.constexpr,  # G rounded up to a power of two
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    P: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    om, od, on = tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
+    token, g = om // GP, om % GP
+    total = tl.load(num_units) * HK
+    work = tl.atomic_add(ticket, 1, sem="relaxed")
+    while work < total:
+        following = tl.atomic_add(ticket, 1, sem="relaxed")
+        unit = units + (work // HK) * 4
+        h = work % HK
+        row, count, position, slot = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
+        inside = ((token < count) & (g < G))[:, None] & (od[None, :] < D)
+        head = (h * G + g)[:, None] * D + od[None, :]
+        query = tl.load(q + (row + token).to(tl.int64)[:, None] * q_stride + head, mask=inside, other=0.0)
+        table = page_table + slot.to(tl.int64) * table_stride
+        top = tl.full([BM], float("-inf"), tl.float32)
+        total_p = tl.zeros([BM], tl.float32)
+        acc = tl.zeros([BM, DP], tl.float32)
+        end = position + count
+        for start in tl.range(0, end, BN, num_stages=STAGES):
+            if P >= BN:
+                page = tl.load(table + start // P).to(tl.int64)
+                tokens = (page * HK + h) * P + start % P + on
+            else:
+                page = tl.load(table + (start + on) // P, mask=start + on < end, other=0).to(tl.int64)
+                tokens = (page * HK + h) * P + (start + on) % P
+            offsets = tokens[:, None] * D + od[None, :]
+            live = (start + on < end)[:, None] & (od[None, :] < D)
+            k = tl.load(k_pages + offsets, mask=live, other=0.0)
+            v = tl.load(v_pages + offsets, mask=live, other=0.0)
+            # Key 0 is visible to every query, so the running maximum is finite from the first tile on.
+            visible = (start + on)[None, :] <= (position + token)[:, None]
+            s = tl.where(visible, tl.dot(query, tl.trans(k)) * scale, float("-inf"))
+            higher = tl.maximum(top, tl.max(s, 1))
+            fade = tl.exp2(top - higher)
+            p = tl.exp2(s - higher[:, None])
+            total_p = total_p * fade + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+            top = higher
+        target = out + (row + token).to(tl.int64)[:, None] * out_stride + head
+        tl.store(target, (acc / total_p[:, None]).to(out.dtype.element_ty), mask=inside)
+        work = following
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    units: torch.Tensor,
+    num_units: torch.Tensor,
+    ticket: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    group: int,
+    blocks: int,
+    tile_rows: int = 128,
+    tokens_per_tile: int = 64,
+    stages: int = 2,
+    warps: int = 8,
+) -> None:
+    """Causal softmax(q k / sqrt(D)) v for the units' rows; shapes as in `decode_attention`.
+
+    A unit has at most `tokens_per_unit(group, tile_rows)` tokens. Its keys, the chunk's own included, must
+    already lie in the pages.
+    """
+    _, kv_heads, page_size, head_dim = k_pages.shape
+    _prefill_kernel[(blocks,)](
+        q,
+        k_pages,
+        v_pages,
+        page_table,
+        units,
+        num_units,
+        ticket,
+        out,
+        q.stride(0),
+        page_table.stride(0),
+        out.stride(0),
+        _LOG2E / math.sqrt(head_dim),
+        HK=kv_heads,
+        G=group,
+        GP=triton.next_power_of_2(group),
+        D=head_dim,
+        DP=triton.next_power_of_2(head_dim),
+        P=page_size,
+        BM=tile_rows,
+        BN=tokens_per_tile,
+        STAGES=stages,
+        num_warps=warps,
+    )
