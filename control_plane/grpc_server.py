@@ -106,7 +106,8 @@ class GrpcServer:
         """Bring the front end's health to the health service: at once when it says so, else every 0.25 s."""
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._frontend.changed.wait(), 0.25)
+                async with asyncio.timeout(0.25):
+                    await self._frontend.changed.wait()
             self._frontend.changed.clear()
             await self._tell_health()
 
@@ -123,7 +124,8 @@ class GrpcServer:
         if self._told.get(service) == status:
             return
         try:
-            await asyncio.wait_for(self._health.set(service, status), 1.0)
+            async with asyncio.timeout(1.0):
+                await self._health.set(service, status)
             self._told[service] = status
         except TimeoutError:
             log.warning("a watcher of the health of %r takes nothing; its state will be told later", service)
