@@ -117,19 +117,19 @@ def run(setting: Setting) -> dict[str, Any]:
     torch.set_num_threads(setting.num_threads)
     engine, reference = _Engine(setting), _Reference(setting)
     draw = random.Random(0)
+
+    def prompts_for(batch_size: int) -> list[list[int]]:
+        return [draw.choices(range(100, engine.vocab_size), k=setting.input_len) for _ in range(batch_size)]
+
     results: dict[str, Any] = {}
     try:
         for batch_size in setting.batch_sizes:
             rates: dict[str, list[float]] = {"engine": [], "transformers": []}
             sides = [("engine", engine.generate), ("transformers", reference.generate)]
-            prompts = [[draw.randrange(100, engine.vocab_size) for _ in range(setting.input_len)]]
             for _, generate in sides:
-                generate(prompts * batch_size, 2)
+                generate(prompts_for(batch_size), 2)
             for repeat in range(setting.repeats):
-                prompts = [
-                    [draw.randrange(100, engine.vocab_size) for _ in range(setting.input_len)]
-                    for _ in range(batch_size)
-                ]
+                prompts = prompts_for(batch_size)
                 for name, generate in sides if repeat % 2 == 0 else reversed(sides):
                     rates[name].append(_rate(generate, prompts, setting.output_len))
             results[f"batch_{batch_size}"] = _summary(rates)

@@ -24,6 +24,10 @@ class ExpertFeedForward:
         self._gate_up = tuple(weights[name + "gate_up"].view(experts, 2 * width, -1) for name in names)
         self._down = tuple(weights[name + "down"].view(experts, -1, width) for name in names)
         self._chosen = self._down[0].new_zeros(max_rows, spec.experts_per_token, dtype=torch.int64)
+        # One expert's tokens at a time.
+        self._both = self._down[0].new_zeros(max_rows, 2 * width)
+        self._gated = self._down[0].new_zeros(max_rows, width)
+        self._output = self._down[0].new_zeros(max_rows, spec.hidden_size)
         self._shares = self._down[0].new_zeros(max_rows, spec.experts_per_token)
 
     def operators(self) -> tuple[LayerOperator[FeedForwardRows], ...]:
@@ -46,8 +50,9 @@ class ExpertFeedForward:
         rows.block.zero_()
         for expert in torch.unique(chosen).tolist():
             tokens, choice = torch.where(chosen == expert)
-            both = rows.normed[tokens] @ self._gate_up[layer][expert].t()
-            gated = both.new_empty(len(tokens), self._down[layer].shape[-1])
+            both = self._both[: len(tokens)]
+            gated, output = self._gated[: len(tokens)], self._output[: len(tokens)]
+            cpu.linear(rows.normed[tokens], self._gate_up[layer][expert], None, both)
             cpu.silu_mul(both, gated)
-            output = gated @ self._down[layer][expert].t()
+            cpu.linear(gated, self._down[layer][expert], None, output)
             rows.block.index_add_(0, tokens, output * shares[tokens, choice, None])
