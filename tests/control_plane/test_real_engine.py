@@ -88,7 +88,8 @@ async def test_a_trained_model_tells_a_story_the_same_alone_and_in_company(stori
 async def test_cancelled_and_dropped_requests_free_their_pages(stories_folder):
     async with serving(stories_folder, max_slots=3) as service:
         calls = [service.generation.Generate(question(f"Number {i}", max_tokens=400)) for i in range(6)]
-        await asyncio.gather(*(anext(aiter(call)) for call in calls[:3]))
+        for gauge in ("running", "waiting"):
+            await until(lambda: service.value(f"nanoflow_num_requests_{gauge}") == 3)  # noqa: B023 - awaited here
         iterations = service.value("nanoflow_iterations_total")
         for call in calls:
             call.cancel()
