@@ -22,7 +22,7 @@ from autosearch.placement import Overlap, Placement
 from autosearch.precedence import ChainedLayers
 from autosearch.simulate import simulate
 from autosearch.solvers import SolveReport, SolverOptions
-from autosearch.stage1 import Stage1Problem, search_structure
+from autosearch.stage1 import COARSE_STEPS, FINE_STEPS, Stage1Problem, search_structure
 from autosearch.stage2 import Stage2Problem, Stage2Result, flows, search_shares
 
 _FLOWS = 2  # structures that Stage II is given per placement
@@ -169,7 +169,9 @@ def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[Stage
     deadline = time.monotonic() + options.growth_budget_s / len(_alternatives(layer.times, options))
     while proposals and (not results or time.monotonic() < deadline):
         slots = proposals.pop(0)
-        placement = _stage1(layer, batch, slots, {}, best, options, reports)
+        # Ranges on a coarse grid: with more of them the fine one takes many times as long and seldom gains.
+        steps = COARSE_STEPS if results else FINE_STEPS
+        placement = _stage1(layer, batch, slots, {}, best, steps, options, reports)
         if placement is not None and improves(placement.period_us, best):
             best = placement.period_us
             results += [(result, slots) for result in _stage2(placement, options, reports)]
@@ -178,7 +180,7 @@ def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[Stage
         if not results:
             return
         leader, leader_slots = min(results, key=lambda item: item[0].period_us)
-        placement = _stage1(layer, batch, leader_slots, slowdowns(leader), None, options, reports)
+        placement = _stage1(layer, batch, leader_slots, slowdowns(leader), None, FINE_STEPS, options, reports)
         again = _stage2(placement, options, reports) if placement else []
         results += [(result, leader_slots) for result in again]
         if not any(improves(result.period_us, leader.period_us) for result in again):
@@ -192,11 +194,12 @@ def _stage1(
     slots: Mapping[str, int],
     slowdown: Mapping[Resource, float],
     best_us: float | None,
+    grid_steps: int,
     options: SearchOptions,
     reports: list[StageReport],
 ) -> Placement | None:
     below = best_us * (1 - REAL_GAIN) if best_us is not None else None
-    problem = Stage1Problem(layer, batch, slots, options.overlap, slowdown, below)
+    problem = Stage1Problem(layer, batch, slots, options.overlap, slowdown, below, grid_steps)
     result = search_structure(problem, options.solver)
     reports.append(StageReport("I", layer.collectives.value, result.report))
     return result.placement

@@ -20,7 +20,7 @@ from autosearch.operators import Resource
 from autosearch.placement import Overlap, Placed, Placement, in_issue_order, lane_of
 from autosearch.solvers import SolveReport, SolverOptions, solve
 
-SIZE_CHOICES = 8  # a split group's ranges lie on a grid of about this many steps
+FINE_STEPS, COARSE_STEPS = 8, 4  # a split group's ranges lie on a grid of about this many steps
 FEWER_IS_BETTER = 2e-4  # of the sequential time, per nano-batch: second objective, far below any real gain
 
 Slot = tuple[str, int]  # (split group, index); a slot is one row range, ascending
@@ -37,6 +37,7 @@ class Stage1Problem:
     overlap: Overlap = Overlap.ALL
     slowdown: Mapping[Resource, float] = field(default_factory=dict)  # beside others; empty: no interference
     period_below_us: float | None = None  # only better answers are of interest
+    grid_steps: int = FINE_STEPS
 
     @cached_property
     def blocks(self) -> dict[str, Block]:
@@ -46,7 +47,7 @@ class Stage1Problem:
     @cached_property
     def step_rows(self) -> int:
         """Ranges end on multiples of this, itself a multiple of 128; the last range takes what is left."""
-        return RANGE_STEP * math.ceil(self.batch_tokens / RANGE_STEP / SIZE_CHOICES)
+        return RANGE_STEP * math.ceil(self.batch_tokens / RANGE_STEP / max(self.grid_steps, *self.slots.values()))
 
     def sizes(self, slot: Slot) -> tuple[int, ...]:
         """Rows that a slot may have; only the last slot must have some."""
