@@ -1,0 +1,244 @@
+"""The dense decoder on one GPU: fixed buffers, operators on kernels, one CUDA graph per batch size.
+
+Every array that changes between iterations lies in one device block (`worker.device_batch`), so a graph is replayed
+as it is. Sampled ids stay in a table by slot, which the next iteration's embedding reads. On a CPU the same code
+runs on the reference kernels, without graphs. Knows nothing of plans or requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from autosearch.operators import layer_operators
+from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.specs import ModelSpec
+from worker.device_batch import BatchLimits, BlockView
+from worker.kernel_set import GATE_BLOCK, KernelSet
+from worker.kernels.reference import interleave_gate_up
+from worker.kv_cache import KVCache
+from worker.models.layer_operator import LayerOperator
+from worker.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD
+from worker.models.rope import cos_sin_tables
+from worker.nano_pipeline import NanoPipeline
+
+
+@dataclass(frozen=True, slots=True)
+class GraphKey:
+    """What a captured graph depends on."""
+
+    rows: int
+    has_prefill: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows [start, stop) that an operator runs on. Attention runs on all of the batch's units."""
+
+    start: int
+    stop: int
+
+
+class CudaModel:
+    """Weights, buffers and operators of one rank."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: dict[str, torch.Tensor],
+        limits: BatchLimits,
+        kernels: KernelSet,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        """Takes the weights over: gate and up rows are interleaved in place of the joined ones."""
+        self.spec, self.limits, self._kernels, self._weights = spec, limits, kernels, weights
+        self._device = device
+        self._group = spec.num_heads // spec.num_kv_heads
+        self._gate_block = GATE_BLOCK if spec.intermediate_size % GATE_BLOCK == 0 else spec.intermediate_size
+        for layer in range(spec.num_layers):
+            name = f"layers.{layer}.gate_up"
+            weights[name] = interleave_gate_up(*weights[name].chunk(2), self._gate_block)
+        cos, sin = cos_sin_tables(spec.rope, spec.head_dim, max_model_len)
+        self._cos, self._sin = cos.to(device), sin.to(device)
+        like, rows = weights[EMBEDDING], limits.rows
+        self._residual = like.new_zeros(rows, spec.hidden_size)
+        self._normed, self._delta = torch.zeros_like(self._residual), torch.zeros_like(self._residual)
+        self._qkv = like.new_zeros(rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
+        self._attention = like.new_zeros(rows, spec.num_heads * spec.head_dim)
+        self._both = like.new_zeros(rows, 2 * spec.intermediate_size)
+        self._gated = like.new_zeros(rows, spec.intermediate_size)
+        num_samples = min(rows, limits.slots)
+        self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
+        self.sampled = torch.zeros(num_samples, dtype=torch.int32, device=device)
+        # One more slot and one more table row than there are: padding is written there.
+        self.last_tokens = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
+        self.view = BlockView(limits, torch.zeros(BlockView.size(limits), dtype=torch.int32, device=device))
+        self._tickets = torch.zeros(2 * spec.num_layers, dtype=torch.int32, device=device)
+        self._cache: KVCache | None = None
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Run on this KV cache from now on; graphs of another one are dropped."""
+        self._graphs.clear()
+        self._cache = cache
+
+    def operators(self, has_prefill: bool) -> dict[str, LayerOperator[_Rows]]:
+        """The layer's operators, named as in autosearch.operators."""
+        operators = [
+            LayerOperator("attn_norm", self._attn_norm, ("residual", "delta"), ("residual", "normed")),
+            LayerOperator("qkv", self._run_qkv, ("normed",), ("qkv",)),
+            LayerOperator("rope_append", self._rope_append, ("qkv",), ("qkv", "kv_cache")),
+            LayerOperator("decode_attention", self._decode, ("qkv", "kv_cache"), ("attention/decode",)),
+            LayerOperator(
+                "prefill_attention",
+                self._prefill if has_prefill else _nothing,
+                ("qkv", "kv_cache"),
+                ("attention/prefill",),
+                reads_earlier_rows=("kv_cache",),
+            ),
+            LayerOperator("o", self._run_o, ("attention/decode", "attention/prefill"), ("delta",)),
+            LayerOperator("ffn_norm", self._ffn_norm, ("residual", "delta"), ("residual", "normed")),
+            LayerOperator("up_gate", self._up_gate, ("normed",), ("gated",)),
+            LayerOperator("down", self._down, ("gated",), ("delta",)),
+        ]
+        return {operator.name: operator for operator in operators}
+
+    def run(self, key: GraphKey) -> None:
+        """One iteration of what the block holds: a graph where one was captured, else launch by launch."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._iteration(key)
+
+    def capture(self, key: GraphKey, pool: tuple[int, int]) -> None:
+        """Capture the iteration of a batch size. All its kernels must have run once."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            self._iteration(key)
+        self._graphs[key] = graph
+
+    def logits(self, num_samples: int) -> torch.Tensor:
+        """Logits of the last iteration's sampled rows, [samples, vocab] fp32."""
+        return (self._sampled_hidden[:num_samples] @ self._head().t()).float()
+
+    def _head(self) -> torch.Tensor:
+        return self._weights.get(LM_HEAD, self._weights[EMBEDDING])
+
+    def _iteration(self, key: GraphKey) -> None:
+        view, rows = self.view, key.rows
+        samples = min(rows, self.limits.slots)
+        self.page_table.view(-1)[view["table_cells"].long()] = view["table_pages"]
+        self._tickets.zero_()
+        self._kernels.embed(
+            view["tokens"][:rows], self.last_tokens, self._weights[EMBEDDING], self._residual[:rows]
+        )
+        schedule: PipelineSchedule = sequential(layer_operators(self.spec), rows)
+        NanoPipeline(schedule, self.operators(key.has_prefill)).run(rows, self.spec.num_layers, _Rows)
+        hidden = self._sampled_hidden[:samples]
+        self._kernels.gather_norm(
+            self._residual,
+            self._delta,
+            view["sample_rows"][:samples],
+            view["counts"][2:3],
+            self._weights[FINAL_NORM],
+            hidden,
+            self.spec.norm_eps,
+        )
+        self.sampled[:samples] = self._kernels.argmax(hidden, self._head(), view["counts"][2:3])
+        self.last_tokens[view["sample_slots"][:samples].long()] = self.sampled[:samples].clamp(min=0)
+
+    def _layer(self, layer: int, name: str) -> torch.Tensor:
+        return self._weights[f"layers.{layer}.{name}"]
+
+    def _bias(self, layer: int, name: str) -> torch.Tensor | None:
+        return self._weights.get(f"layers.{layer}.{name}")
+
+    def _attn_norm(self, layer: int, rows: _Rows) -> None:
+        part = slice(rows.start, rows.stop)
+        delta = self._delta[part] if layer else None
+        self._kernels.norm(
+            self._residual[part], delta, self._layer(layer, "attn_norm"), self._normed[part], self.spec.norm_eps
+        )
+
+    def _run_qkv(self, layer: int, rows: _Rows) -> None:
+        part = slice(rows.start, rows.stop)
+        self._kernels.linear(
+            self._normed[part], self._layer(layer, "qkv"), self._bias(layer, "qkv_bias"), self._qkv[part]
+        )
+
+    def _rope_append(self, layer: int, rows: _Rows) -> None:
+        part, cache = slice(rows.start, rows.stop), self._pages()
+        positions, cells = self.view["positions"][part], self.view["cells"][part]
+        k, v = cache.k(layer), cache.v(layer)
+        self._kernels.rope_append(
+            self._qkv[part], positions, cells, self._cos, self._sin, k, v, num_heads=self.spec.num_heads
+        )
+
+    def _decode(self, layer: int, rows: _Rows) -> None:
+        units, count = self.view["decode_units"].view(-1, 8), self.view["counts"][0:1]
+        k, v = self._pages().k(layer), self._pages().v(layer)
+        ticket = self._tickets[2 * layer : 2 * layer + 1]
+        self._kernels.decode(
+            self._qkv, k, v, self.page_table, units, count, self._attention, ticket=ticket, group=self._group
+        )
+
+    def _prefill(self, layer: int, rows: _Rows) -> None:
+        units, count = self.view["prefill_units"].view(-1, 4), self.view["counts"][1:2]
+        k, v = self._pages().k(layer), self._pages().v(layer)
+        ticket = self._tickets[2 * layer + 1 : 2 * layer + 2]
+        self._kernels.prefill(
+            self._qkv, k, v, self.page_table, units, count, self._attention, ticket=ticket, group=self._group
+        )
+
+    def _run_o(self, layer: int, rows: _Rows) -> None:
+        part = slice(rows.start, rows.stop)
+        self._kernels.linear(
+            self._attention[part], self._layer(layer, "o"), self._bias(layer, "o_bias"), self._delta[part]
+        )
+
+    def _ffn_norm(self, layer: int, rows: _Rows) -> None:
+        part = slice(rows.start, rows.stop)
+        weight = self._layer(layer, "ffn_norm")
+        self._kernels.norm(
+            self._residual[part], self._delta[part], weight, self._normed[part], self.spec.norm_eps
+        )
+
+    def _up_gate(self, layer: int, rows: _Rows) -> None:
+        part = slice(rows.start, rows.stop)
+        weight = self._layer(layer, "gate_up")
+        self._kernels.gated(self._normed[part], weight, self._both[part], self._gated[part], self._gate_block)
+
+    def _down(self, layer: int, rows: _Rows) -> None:
+        part = slice(rows.start, rows.stop)
+        self._kernels.linear(
+            self._gated[part], self._layer(layer, "down"), self._bias(layer, "down_bias"), self._delta[part]
+        )
+
+    def _pages(self) -> KVCache:
+        assert self._cache is not None, "use_cache() comes first"
+        return self._cache
+
+
+def _nothing(layer: int, rows: _Rows) -> None:
+    """A batch without prefill chunks has no prefill attention."""
+
+
+def unsupported(spec: ModelSpec) -> str:
+    """Why the model cannot run here; empty if it can."""
+    if spec.num_experts:
+        return "experts are not supported on a GPU yet: use the CPU"
+    if spec.mlp_bias:
+        return "biases of the FFN are not supported on a GPU yet: use the CPU"
+    if spec.num_heads // spec.num_kv_heads > 16:
+        return "more than 16 query heads per KV head are not supported on a GPU"
+    return ""
+
+
+def parameter_bytes(weights: Mapping[str, torch.Tensor]) -> int:
+    """Device memory of the weights."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

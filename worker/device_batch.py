@@ -1,0 +1,177 @@
+"""One iteration as one block of int32: packed on the host from a plan, read by the kernels on the device.
+
+The block has fixed sections, so that a captured graph reads fixed addresses whatever the plan holds. Keeps what a
+rank must know of live slots on the host. Knows nothing of models or streams.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from scheduler.plan import IterationPlan
+from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS, decode_units, prefill_units
+
+Int32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """The largest iteration there can be."""
+
+    rows: int  # token rows
+    slots: int
+    page_size: int
+    pages_per_slot: int
+    prefill_tokens: int  # query tokens of a prefill unit
+    decode_target: int  # decode units to aim at where sequences are few
+
+    @property
+    def sections(self) -> dict[str, int]:
+        """int32s of each section of the block."""
+        decodes = min(self.rows, self.slots)
+        return {
+            "counts": 8,  # decode units, prefill units, samples
+            "tokens": self.rows,
+            "positions": self.rows,
+            "cells": self.rows,
+            "sample_rows": decodes,
+            "sample_slots": decodes,
+            "decode_units": (decodes + self.decode_target) * DECODE_FIELDS,
+            "prefill_units": (self.rows // self.prefill_tokens + decodes + 1) * PREFILL_FIELDS,
+            "table_cells": self.max_changes,
+            "table_pages": self.max_changes,
+        }
+
+    @property
+    def max_changes(self) -> int:
+        """Page table changes that travel in the block; more of them take a path of their own."""
+        return 4096
+
+    @property
+    def max_partials(self) -> int:
+        """Partial results of split sequences at most: each row adds at most one part to its equal share."""
+        return min(self.rows, self.slots) + self.decode_target
+
+
+class BlockView:
+    """The sections of a block by name."""
+
+    def __init__(self, limits: BatchLimits, block: torch.Tensor) -> None:
+        self.block = block
+        position = 0
+        self._sections: dict[str, torch.Tensor] = {}
+        for name, size in limits.sections.items():
+            self._sections[name] = block[position : position + size]
+            # Sections begin on 64-byte boundaries.
+            position += -(-size // 16) * 16
+
+    @staticmethod
+    def size(limits: BatchLimits) -> int:
+        """int32s of a whole block."""
+        return sum(-(-size // 16) * 16 for size in limits.sections.values())
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._sections[name]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What the host must remember of a packed plan."""
+
+    sample_slots: Int32  # [samples]
+    sample_positions: Int32  # [samples] of the tokens to be sampled
+    has_prefill: bool
+    extra_cells: Int32  # page table changes that did not fit into the block
+    extra_pages: Int32
+
+
+class HostSlots:
+    """What a rank knows of the requests that hold slots."""
+
+    def __init__(self, limits: BatchLimits) -> None:
+        self.limits = limits
+        self.page_table = np.zeros((limits.slots, limits.pages_per_slot), np.int32)
+        self.known = np.zeros(limits.slots, np.int64)  # tokens that a SlotStart has sent
+        self.temperature = np.zeros(limits.slots, np.float64)
+        self.top_k = np.zeros(limits.slots, np.int64)
+        self.top_p = np.ones(limits.slots, np.float64)
+        self.seed = np.zeros(limits.slots, np.uint64)
+        self._tokens: dict[int, Int32] = {}
+
+    def pack(self, plan: IterationPlan, view: BlockView) -> Packed:
+        """Take in the plan's changes and fill the block."""
+        limits = self.limits
+        for start in plan.slot_starts:
+            self._tokens[start.slot] = start.token_ids
+            self.known[start.slot] = len(start.token_ids)
+            self.temperature[start.slot], self.seed[start.slot] = start.temperature, start.seed
+            self.top_k[start.slot], self.top_p[start.slot] = start.top_k, start.top_p
+        self.page_table[plan.page_slots, plan.page_indexes] = plan.page_ids
+        cells = (plan.page_slots.astype(np.int64) * limits.pages_per_slot + plan.page_indexes).astype(np.int32)
+        fits = min(len(cells), limits.max_changes)
+        _fill(view["table_cells"], cells[:fits], limits.slots * limits.pages_per_slot)
+        _fill(view["table_pages"], plan.page_ids[:fits], 0)
+        self._pack_rows(plan, view)
+        first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
+        chosen = np.flatnonzero(plan.samples)
+        slots = plan.slots[chosen].astype(np.int32)
+        _fill(view["sample_rows"], (first + plan.counts - 1)[chosen], 0)
+        _fill(view["sample_slots"], slots, limits.slots)
+        num_units = self._pack_units(plan, view, first)
+        counts = view["counts"].numpy()
+        counts[:3] = (*num_units, len(chosen))
+        return Packed(
+            slots,
+            (plan.starts + plan.counts)[chosen].astype(np.int32),
+            len(plan.slots) > plan.num_decodes,
+            cells[fits:],
+            plan.page_ids[fits:],
+        )
+
+    def _pack_rows(self, plan: IterationPlan, view: BlockView) -> None:
+        page_size = self.limits.page_size
+        row_of = np.repeat(np.arange(len(plan.slots)), plan.counts)
+        first = np.cumsum(plan.counts) - plan.counts
+        positions = plan.starts[row_of] + np.arange(len(row_of)) - first[row_of]
+        slots = plan.slots[row_of]
+        tokens = -1 - slots
+        known = positions < self.known[slots]
+        for row in np.unique(row_of[known]).tolist():
+            slot, start = int(plan.slots[row]), int(plan.starts[row])
+            stop = min(start + int(plan.counts[row]), int(self.known[slot]))
+            tokens[first[row] : first[row] + stop - start] = self._tokens[slot][start:stop]
+        cells = self.page_table[slots, positions // page_size] * page_size + positions % page_size
+        _fill(view["tokens"], tokens, 0)
+        _fill(view["positions"], positions, 0)
+        _fill(view["cells"], cells, -1)
+
+    def _pack_units(self, plan: IterationPlan, view: BlockView, first: Int32) -> tuple[int, int]:
+        decodes, limits = plan.num_decodes, self.limits
+        units, _ = decode_units(
+            first[:decodes],
+            plan.slots[:decodes],
+            plan.starts[:decodes] + 1,
+            target=limits.decode_target,
+            shortest=128,
+            align=max(64, limits.page_size),
+        )
+        chunks = prefill_units(
+            first[decodes:],
+            plan.counts[decodes:],
+            plan.starts[decodes:],
+            plan.slots[decodes:],
+            tokens=limits.prefill_tokens,
+        )
+        view["decode_units"].numpy()[: units.size] = units.reshape(-1)
+        view["prefill_units"].numpy()[: chunks.size] = chunks.reshape(-1)
+        return len(units), len(chunks)
+
+
+def _fill(section: torch.Tensor, values: NDArray[np.integer], padding: int) -> None:
+    array = section.numpy()
+    array[: len(values)] = values
+    array[len(values) :] = padding

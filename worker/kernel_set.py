@@ -1,0 +1,146 @@
+"""The kernels that the GPU model runs on, behind one interface: Triton's on a GPU, the references anywhere.
+
+Which GEMM serves which shape is decided here, from measurements (docs/results.md). Knows nothing of models or plans.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from worker.kernels import reference
+
+GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
+# From this many rows on the persistent Triton GEMM keeps up with cuBLAS, and its epilogue saves a pass.
+_TRITON_ROWS = 512
+
+
+class KernelSet(Protocol):
+    """What the model needs; shapes as in the modules of worker.kernels."""
+
+    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None: ...
+
+    def norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None: ...
+
+    def gather_norm(self, *args: Any) -> None: ...
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None: ...
+
+    def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None: ...
+
+    def rope_append(self, *args: Any, num_heads: int) -> None: ...
+
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int) -> None: ...
+
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int) -> None: ...
+
+    def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        """Column of each row's largest product, the lowest of equals; -1 where it is not finite: [rows] int32."""
+
+
+class ReferenceKernels:
+    """Plain torch, on any device."""
+
+    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        reference.embed(tokens, last, table, out)
+
+    def norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None:
+        reference.add_rms_norm(residual, delta, weight, out, eps)
+
+    def gather_norm(self, *args: Any) -> None:
+        reference.gather_add_rms_norm(*args)
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        reference.linear(x, w, out, bias)
+
+    def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None:
+        reference.linear(x, w, both)
+        reference.silu_mul(both, out, block)
+
+    def rope_append(self, *args: Any, num_heads: int) -> None:
+        reference.rope_append(*args, num_heads=num_heads)
+
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
+        reference.decode_attention(*args, group=group)
+
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
+        reference.prefill_attention(*args, group=group)
+
+    def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        logits = x.float() @ w.float().T
+        return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).int()
+
+
+class TritonKernels:
+    """Triton and cuBLAS on one GPU."""
+
+    def __init__(
+        self, device: torch.device, num_kv_heads: int, group: int, head_dim: int, max_partials: int, max_rows: int
+    ) -> None:
+        from worker.kernels import decode_attention, elementwise, gemm, prefill_attention
+
+        self._decode, self._prefill = decode_attention, prefill_attention
+        self._elementwise, self._gemm = elementwise, gemm
+        self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._workspace = decode_attention.DecodeWorkspace(max_partials, num_kv_heads, group, head_dim, device)
+        self._best: torch.Tensor | None = None
+        self._best_column: torch.Tensor | None = None
+        self._max_rows = max_rows
+
+    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        self._elementwise.embed(tokens, last, table, out)
+
+    def norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None:
+        self._elementwise.add_rms_norm(residual, delta, weight, out, eps)
+
+    def gather_norm(self, *args: Any) -> None:
+        self._elementwise.gather_add_rms_norm(*args)
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        # The square projection leaves its last wave half empty: cuBLAS's tiles waste less of it.
+        if x.shape[0] >= _TRITON_ROWS and w.shape[0] != w.shape[1] and w.shape[0] % 8 == 0:
+            self._gemm.linear(x, w, out, sms=self._sms, bias=bias)
+        elif bias is None:
+            torch.mm(x, w.t(), out=out)
+        else:
+            torch.addmm(bias, x, w.t(), out=out)
+
+    def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None:
+        if x.shape[0] >= _TRITON_ROWS and block == self._gemm.GATE_BLOCK:
+            self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True)
+            return
+        torch.mm(x, w.t(), out=both)
+        self._elementwise.silu_mul(both, out, block)
+
+    def rope_append(self, *args: Any, num_heads: int) -> None:
+        self._elementwise.rope_append(*args, num_heads=num_heads)
+
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
+        q, k, v, table, units, num_units, out = args
+        self._decode.decode_attention(
+            q, k, v, table, units, num_units, ticket, self._workspace, out, group=group, blocks=4 * self._sms
+        )
+
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
+        q, k, v, table, units, num_units, out = args
+        self._prefill.prefill_attention(
+            q, k, v, table, units, num_units, ticket, out, group=group, blocks=2 * self._sms
+        )
+
+    def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        tile = self._gemm.Tile(rows=128 if rows > 64 else 64, warps=8 if rows > 64 else 4)
+        tiles = -(-w.shape[0] // tile.columns)
+        best = torch.zeros(tiles, rows, dtype=torch.float32, device=x.device)
+        column = torch.zeros(tiles, rows, dtype=torch.int32, device=x.device)
+        self._gemm.linear_argmax(x, w, best, column, num_rows, sms=self._sms, tile=tile)
+        top = best.max(0).values
+        first = torch.where(best == top, column, 2**31 - 1).amin(0)
+        return torch.where(top.isfinite(), first, -1).int()
