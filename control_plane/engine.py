@@ -20,7 +20,7 @@ from scheduler.scheduler_config import SchedulerConfig
 from worker.config import WorkerConfig
 from worker.executor import LocalExecutor, Worker
 
-Progress = Callable[[str], None]
+Progress = Callable[[str, float], None]  # a step, and how much of it is done
 
 
 def worker_config(engine: EngineConfig) -> WorkerConfig:
@@ -61,7 +61,7 @@ async def start_local_instance(engine: EngineConfig, progress: Progress) -> Loca
     if engine.tensor_parallel_size != 1:
         raise ConfigError("tensor-parallel-size must be 1 in one process; `nanoflow serve` runs several ranks")
     worker = Worker(worker_config(engine))
-    await asyncio.to_thread(worker.load, lambda what, share: progress(f"{what}: {share:.0%}"))
+    await asyncio.to_thread(worker.load, progress)
     executor = LocalExecutor(worker)
     scheduler = Scheduler(scheduler_config(engine), worker.capacity)
     return LocalInstance(

@@ -10,8 +10,6 @@ import sys
 import time
 from dataclasses import dataclass
 
-from rich.console import Console
-
 from control_plane.config import EngineConfig
 from control_plane.engine import model_info, start_local_instance
 from control_plane.frontend import Frontend, FrontendConfig
@@ -19,6 +17,7 @@ from control_plane.generation import Delta, Final, GenerationRequest, TextPrompt
 from control_plane.intake import Intake
 from control_plane.metrics import Metrics
 from control_plane.options import ConfigError
+from control_plane.progress import ProgressLine
 from control_plane.validation import Limits
 
 
@@ -55,8 +54,11 @@ async def run(engine: EngineConfig, question: Question, as_json: bool) -> int:
     limits = Limits()
     intake = Intake.from_folder(engine.model, model_info(engine), limits)
     began = time.perf_counter()
-    with Console(stderr=True).status("loading") as status:
-        instance = await start_local_instance(engine, status.update)
+    show = ProgressLine()
+    try:
+        instance = await start_local_instance(engine, show.share)
+    finally:
+        show.done()
     load_s = time.perf_counter() - began
     capacity = instance.capacity
     metrics = Metrics(intake.model.name, capacity.max_model_len, capacity.max_batch_tokens)

@@ -12,11 +12,10 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
@@ -24,6 +23,7 @@ from control_plane import ray_environment, search_commands
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.options import ConfigError
+from control_plane.progress import ProgressLine
 from control_plane.validation import Limits
 
 app = typer.Typer(
@@ -84,15 +84,11 @@ def convert_gguf(
     """Convert a GGUF file once into a folder of safetensors, config and tokenizer."""
     from worker.gguf_conversion import convert_gguf as convert
 
-    with _progress() as bar:
-        task = bar.add_task("reading", total=1.0)
-        convert(
-            gguf_file,
-            folder,
-            dtype,
-            replace=replace,
-            progress=lambda what, share: bar.update(task, description=what, completed=share),
-        )
+    line = ProgressLine()
+    try:
+        convert(gguf_file, folder, dtype, replace=replace, progress=line.share)
+    finally:
+        line.done()
     typer.echo(f"wrote {folder}")
 
 
@@ -204,11 +200,6 @@ def _set_up_logging(config: LogConfig) -> None:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
     )
-
-
-def _progress() -> Any:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=not os.environ.get("CI"))
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ import asyncio
 import logging
 import os
 import signal
-import time
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version
 
 import ray
-from rich.console import Console
 
 from control_plane.cluster import InstanceConfig, RayInstance, connect, start_instance
 from control_plane.config import EngineConfig, ServerConfig
@@ -25,6 +23,7 @@ from control_plane.grpc_server import GrpcConfig, GrpcServer
 from control_plane.instance import Instance
 from control_plane.intake import Intake
 from control_plane.metrics import Metrics
+from control_plane.progress import ProgressLine
 from control_plane.supervisor import Supervisor
 from control_plane.validation import Limits
 from worker.executor import Worker
@@ -50,7 +49,7 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
         stack.push_async_callback(frontend.close)
         metrics_server = metrics.listen(server.host, server.metrics_port)
         stack.callback(metrics_server.close)
-        show = _Progress()
+        show = ProgressLine()
         show("starting Ray")
         connect(len(config.bundles))  # before gRPC has threads, which do not like the processes that Ray forks
         stack.callback(ray.shutdown)
@@ -104,27 +103,6 @@ def grpc_config(server: ServerConfig) -> GrpcConfig:
         max_connection_age_s=server.max_connection_age,
         max_connection_age_grace_s=server.max_connection_age_grace,
     )
-
-
-class _Progress:
-    """Says what is being done, on one line of a terminal, or on one line each of a log."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._status = self._console.status("starting")
-        self._last = ""
-        self._began = time.monotonic()
-
-    def __call__(self, what: str) -> None:
-        if what.split(":")[0] != self._last.split(":")[0] and not self._console.is_terminal:
-            self._console.print(f"{time.monotonic() - self._began:6.1f} s  {what.split(':')[0]}")
-        self._last = what
-        if self._console.is_terminal:
-            self._status.update(what)
-            self._status.start()
-
-    def done(self) -> None:
-        self._status.stop()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

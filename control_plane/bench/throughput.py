@@ -21,6 +21,7 @@ import torch
 from control_plane.config import EngineConfig
 from control_plane.engine import scheduler_config, worker_config
 from control_plane.options import ConfigError
+from control_plane.progress import ProgressLine
 from scheduler.loop import EngineLoop
 from scheduler.plan import EngineCapacity, OutputBatch
 from scheduler.request import NewRequest, SamplingParams
@@ -77,7 +78,7 @@ class _Record:
             self.done.set()
 
 
-def run(engine: EngineConfig, workload: Workload, show: bool = True) -> dict[str, Any]:
+def run(engine: EngineConfig, workload: Workload) -> dict[str, Any]:
     """Load, run and measure; the result, also printed as one JSON line.
 
     Raises ConfigError where the workload does not fit, and what the worker raises for a model it cannot load.
@@ -86,10 +87,12 @@ def run(engine: EngineConfig, workload: Workload, show: bool = True) -> dict[str
     began = time.perf_counter()
     worker = Worker(worker_config(engine))
     _check(workload, worker.capacity)
-    worker.load(lambda what, share: _say(show, f"\r{what}: {share:4.0%}", end=""))
+    line = ProgressLine()
+    worker.load(line.share)
+    line.done()
     executor = LocalExecutor(worker)
     start_s = time.perf_counter() - began
-    _say(show, f"\rready after {start_s:.1f} s; {describe(engine, workload, worker.capacity)}")
+    print(f"ready after {start_s:.1f} s: {describe(engine, workload, worker.capacity)}", file=sys.stderr, flush=True)
     requests = workload.requests(worker.spec.vocab_size)
     record = _Record(len(requests))
     loop = EngineLoop(
@@ -181,8 +184,3 @@ def _figures(record: _Record, submitted: float, workload: Workload) -> dict[str,
         "late_plans": record.late,
         "preemptions": record.preemptions,
     }
-
-
-def _say(show: bool, text: str, end: str = "\n") -> None:
-    if show:
-        print(text, end=end, file=sys.stderr, flush=True)
