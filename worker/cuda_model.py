@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -60,7 +61,8 @@ class CudaModel:
         self._gate_block = GATE_BLOCK if spec.intermediate_size % GATE_BLOCK == 0 else spec.intermediate_size
         for layer in range(spec.num_layers):
             name = f"layers.{layer}.gate_up"
-            weights[name] = interleave_gate_up(*weights[name].chunk(2), self._gate_block)
+            gate, up = weights[name].chunk(2)
+            weights[name] = interleave_gate_up(gate, up, self._gate_block)
         cos, sin = cos_sin_tables(spec.rope, spec.head_dim, max_model_len)
         self._cos, self._sin = cos.to(device), sin.to(device)
         like, rows = weights[EMBEDDING], limits.rows
@@ -115,7 +117,7 @@ class CudaModel:
         else:
             self._iteration(key)
 
-    def capture(self, key: GraphKey, pool: tuple[int, int]) -> None:
+    def capture(self, key: GraphKey, pool: Any) -> None:
         """Capture the iteration of a batch size. All its kernels must have run once."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
@@ -134,9 +136,7 @@ class CudaModel:
         samples = min(rows, self.limits.slots)
         self.page_table.view(-1)[view["table_cells"].long()] = view["table_pages"]
         self._tickets.zero_()
-        self._kernels.embed(
-            view["tokens"][:rows], self.last_tokens, self._weights[EMBEDDING], self._residual[:rows]
-        )
+        self._kernels.embed(view["tokens"][:rows], self.last_tokens, self._weights[EMBEDDING], self._residual[:rows])
         schedule: PipelineSchedule = sequential(layer_operators(self.spec), rows)
         NanoPipeline(schedule, self.operators(key.has_prefill)).run(rows, self.spec.num_layers, _Rows)
         hidden = self._sampled_hidden[:samples]
@@ -204,9 +204,7 @@ class CudaModel:
     def _ffn_norm(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)
         weight = self._layer(layer, "ffn_norm")
-        self._kernels.norm(
-            self._residual[part], self._delta[part], weight, self._normed[part], self.spec.norm_eps
-        )
+        self._kernels.norm(self._residual[part], self._delta[part], weight, self._normed[part], self.spec.norm_eps)
 
     def _up_gate(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)

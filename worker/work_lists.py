@@ -29,7 +29,8 @@ def decode_units(
     share = -(-share // align) * align
     parts = -(-lengths // share)
     # Even out the parts of one sequence.
-    span = -(-(-(-lengths // parts)) // align) * align
+    even = -(-lengths // parts)
+    span = -(-even // align) * align
     parts = -(-lengths // span)
     of = np.repeat(np.arange(len(rows)), parts)
     first_unit = np.cumsum(parts) - parts

@@ -144,7 +144,7 @@ def gemm_rate(spec: ModelSpec, rows: int = 2048, seconds: float = 2.5) -> float:
             torch.mm(a, b.t(), out=c)
     end.record()
     end.synchronize()
-    return flops * (count - count // 2) / (begin.elapsed_time(end) / 1e3)
+    return float(flops * (count - count // 2) / (begin.elapsed_time(end) / 1e3))
 
 
 class Record:

@@ -63,7 +63,7 @@ def test_tokens_equal_the_cpu_worker(device, temperature):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     torch.set_num_threads(1)
-    common = dict(model_dir=MODEL, max_batch_tokens=48, max_slots=8, page_size=16, num_pages=120)
+    common = {"model_dir": MODEL, "max_batch_tokens": 48, "max_slots": 8, "page_size": 16, "num_pages": 120}
     worker = Worker(WorkerConfig(**common))
     worker.load()
     expected = generate(LocalExecutor(worker), make_requests(temperature))

@@ -54,7 +54,8 @@ def _decode_kernel(
         h = work % HK
         row, slot, begin, end = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
         first_part, part, parts = tl.load(unit + 4), tl.load(unit + 5), tl.load(unit + 6)
-        query = tl.load(q + row.to(tl.int64) * q_stride + (h * G + og[:, None]) * D + od[None, :], mask=in_head, other=0.0)
+        head = q + row.to(tl.int64) * q_stride + (h * G + og[:, None]) * D + od[None, :]
+        query = tl.load(head, mask=in_head, other=0.0)
         table = page_table + slot.to(tl.int64) * table_stride
         top = tl.full([16], float("-inf"), tl.float32)
         total_p = tl.zeros([16], tl.float32)

@@ -115,7 +115,7 @@ def _gemm_argmax_kernel(
 
 
 def _grid(rows: int, columns: int, tile: Tile, sms: int) -> int:
-    return min(sms, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns))
+    return int(min(sms, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)))
 
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}

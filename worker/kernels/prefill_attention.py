@@ -20,7 +20,7 @@ _LOG2E = 1.4426950408889634
 
 def tokens_per_unit(group: int, tile_rows: int = 128) -> int:
     """Query tokens that one tile holds, with `group` query heads per KV head."""
-    return tile_rows // triton.next_power_of_2(group)
+    return int(tile_rows // triton.next_power_of_2(group))
 
 
 @triton.jit

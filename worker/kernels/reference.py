@@ -63,7 +63,7 @@ def rope_append(
     _, kv_heads, page_size, head_dim = k_pages.shape
     rows = (cells >= 0).nonzero()[:, 0]
     x = qkv[rows].view(len(rows), num_heads + 2 * kv_heads, head_dim)
-    turned, v = x.split([num_heads + kv_heads, kv_heads], dim=1)
+    turned, v = torch.split(x, [num_heads + kv_heads, kv_heads], dim=1)
     a, b = turned.float().chunk(2, dim=-1)
     c, s = cos[positions[rows].long()][:, None], sin[positions[rows].long()][:, None]
     turned = torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(qkv.dtype)
