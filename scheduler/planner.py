@@ -39,6 +39,7 @@ class Planner:
         self._fill(draft, now)
         while not draft.num_rows and self._unblock(draft):
             self._fill(draft, now)
+        assert draft.num_rows or not draft.starts, "a request was started without a row for anybody"
         return draft
 
     def _fill(self, draft: PlanDraft, now: float) -> None:

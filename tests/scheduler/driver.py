@@ -97,8 +97,11 @@ class Driver:
         return sum(stats.num_preemptions for stats in self.stats)
 
     def _plan(self) -> tuple[IterationPlan, FakePending] | None:
+        num_preemptions = self.scheduler._residence.num_preemptions
         plan = self.scheduler.plan(self.now)
+        preempted = self.scheduler._residence.num_preemptions > num_preemptions
         self.scheduler.check_integrity()
+        assert not (plan and plan.slot_starts and preempted), "preempts one and starts another at once"
         self._take(self.scheduler.take_ends())
         if plan is None:
             return None

@@ -22,8 +22,8 @@ from scheduler.scheduler import Scheduler, SchedulerConfig
 class Engine:
     """A loop, its executor, and what came out."""
 
-    def __init__(self, step_s: float = 0.0, step_timeout_s: float = 10.0) -> None:
-        self.executor = ThreadedExecutor(make_capacity(), step_s)
+    def __init__(self, step_s: float = 0.0, step_timeout_s: float = 10.0, max_slots: int = 8) -> None:
+        self.executor = ThreadedExecutor(make_capacity(max_slots=max_slots), step_s)
         scheduler = Scheduler(SchedulerConfig(), self.executor.capacity)
         self.loop = EngineLoop(scheduler, self.executor, self._emit, step_timeout_s)
         self.batches: list[OutputBatch] = []
@@ -71,8 +71,8 @@ class Engine:
 
 
 @contextmanager
-def engine(step_s: float = 0.0, step_timeout_s: float = 10.0) -> Iterator[Engine]:
-    with Engine(step_s, step_timeout_s) as running:
+def engine(step_s: float = 0.0, step_timeout_s: float = 10.0, max_slots: int = 8) -> Iterator[Engine]:
+    with Engine(step_s, step_timeout_s, max_slots) as running:
         yield running
 
 
@@ -86,6 +86,13 @@ def test_requests_from_several_threads_all_end_with_their_own_output() -> None:
         for request in requests:
             assert running.outputs[request.request_id] == expected_output(request, 128)
     assert running.error is None
+
+
+def test_the_queue_goes_on_when_the_only_slot_becomes_free() -> None:
+    """Between the two requests nothing is in flight and nobody calls: the loop must not fall asleep."""
+    with engine(max_slots=1) as running:
+        running.loop.submit([make_request("first", 5, max_tokens=1), make_request("second", 5, max_tokens=1)])
+        running.wait(lambda: len(running.ends) == 2)
 
 
 def test_it_plans_at_most_one_step_ahead() -> None:

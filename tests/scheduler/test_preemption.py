@@ -112,6 +112,27 @@ def test_the_latest_arrival_goes_first_and_the_oldest_never() -> None:
     assert driver.num_preemptions > 0
 
 
+def test_no_preemption_when_a_request_that_ends_gives_enough_pages() -> None:
+    """Two decodes need a page, none is left, but the last token of a third is on its way: they sit out once."""
+    driver = Driver(make_capacity(9, 4, 4, 36, batch_tokens=32))
+    mislead(driver)
+    driver.add(make_request("ends", make_prompt(8), max_tokens=5))
+    driver.add(*(make_request(name, make_prompt(8, first=i), max_tokens=8) for i, name in enumerate("ab", start=1)))
+    driver.run()
+    driver.check_outputs()
+    assert driver.num_preemptions == 0
+
+
+def test_no_more_preemptions_than_needed() -> None:
+    """Four decodes need a page at once; the pages of one of them are enough for the others."""
+    driver = Driver(make_capacity(12, 4, 4, 48, batch_tokens=32))
+    mislead(driver)
+    driver.add(*(make_request(f"r{i}", make_prompt(8, first=i), max_tokens=8) for i in range(4)))
+    driver.run()
+    driver.check_outputs()
+    assert driver.num_preemptions == 1
+
+
 def test_prompts_that_hold_all_pages_do_not_block_each_other() -> None:
     """Two half prefilled prompts, no page left, nothing in flight: the later one must give way."""
     driver = Driver(make_capacity(10, 4, 4, 40, batch_tokens=8))

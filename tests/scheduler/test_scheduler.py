@@ -201,6 +201,18 @@ def test_a_cancel_at_any_stage_frees_its_pages_within_two_iterations(num_steps: 
     driver.check_baseline()
 
 
+def test_pages_that_are_still_in_flight_are_waited_for() -> None:
+    """All pages belong to a cancelled request whose step is running: the next one starts only after it."""
+    driver = Driver(make_capacity(10, 4, 4, 40, batch_tokens=64), SchedulerConfig(enable_prefix_caching=False))
+    driver.add(make_request("big", make_prompt(39), max_tokens=1))
+    driver.step()
+    driver.cancel("big")
+    driver.add(make_request("next", make_prompt(4, first=2), max_tokens=3))
+    driver.run()
+    driver.check_outputs()
+    assert len(driver.outputs["next"]) == 3
+
+
 def test_an_unknown_cancel_is_ignored() -> None:
     driver = Driver(make_capacity())
     driver.cancel("nobody")
@@ -253,6 +265,17 @@ def test_a_faulty_row_ends_its_request_alone(num_steps: int) -> None:
     assert [driver.ends[name].finish_reason for name in "ac"] == [FinishReason.LENGTH] * 2
     driver.check_outputs()
     driver.check_baseline()
+
+
+def test_pages_of_a_faulty_row_are_never_hit() -> None:
+    driver = Driver(make_capacity(64, 4, 4, 128, batch_tokens=8))
+    prompt = make_prompt(20)
+    driver.executor.model.faulty.add("bad")
+    driver.add(make_request("bad", prompt))
+    driver.run()
+    driver.add(make_request("good", prompt))
+    driver.run()
+    assert driver.ends["good"].num_cached_tokens == 0
 
 
 @pytest.mark.parametrize("change", ["step", "rows"])
