@@ -11,38 +11,25 @@ import logging
 import random
 import uuid
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
 
 from control_plane.admission import Admission
+from control_plane.dispatcher import Dispatcher, FrontendConfig, Link
 from control_plane.errors import ApiError, ErrorKind, UnavailableError
 from control_plane.generation import Accepted, CancelOutcome, GenerationRequest, OnDisconnect
 from control_plane.instance import Instance, InstanceLost
-from control_plane.instance_link import InstanceLink
 from control_plane.instance_pool import Health, InstancePool
 from control_plane.intake import Intake
 from control_plane.live_request import LiveRequest
 from control_plane.metrics import Metrics
-from control_plane.output_buffer import BufferFullError
 from control_plane.reader import Reader
 from control_plane.request_registry import RequestRegistry
 from control_plane.validation import Limits, sampling_params
-from scheduler.plan import OutputBatch, RequestEnd
+from scheduler.plan import RequestEnd
 from scheduler.request import FinishReason, NewRequest
 
 log = logging.getLogger(__name__)
 
-Link = InstanceLink[LiveRequest]
-
-
-@dataclass(frozen=True, slots=True)
-class FrontendConfig:
-    """How the front end treats its instances."""
-
-    stall_timeout_s: float = 30.0  # an instance with work that ends no iteration for so long is not healthy
-    max_attempts: int = 3  # instances that a request may be given to, one after the other, as they are lost
-    reattach_timeout_s: float = 60.0  # a request whose instance was lost waits this long for another
-    retry_after_s: float = 1.0  # hint to clients that were refused
-    seed: int | None = None  # of the seeds drawn for requests that have none; None: unpredictable
+__all__ = ["Frontend", "FrontendConfig"]
 
 
 class Frontend:
@@ -57,10 +44,10 @@ class Frontend:
         self._config = config or FrontendConfig()
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
-        self._pool = InstancePool[LiveRequest](self._config.stall_timeout_s, self._on_batch, self._on_lost)
+        self._dispatcher = Dispatcher(
+            self._config, metrics, on_token=self._on_token, on_end=self._on_end, on_change=self.changed.set
+        )
         self._requests = RequestRegistry(self.limits.max_kept_requests)
-        self._placed: dict[LiveRequest, tuple[Link, str]] = {}  # where it runs, under which engine id
-        self._homeless: dict[LiveRequest, None] = {}  # their instance was lost, and there is no other yet
         self._admission = Admission(self.limits, self._config.retry_after_s)
         self._settled = asyncio.Event()  # set when a request was forgotten or delivered
         self._seeds: random.Random = random.SystemRandom()
@@ -71,29 +58,21 @@ class Frontend:
 
     def attach(self, instance: Instance) -> Awaitable[None]:
         """Use the instance from now on; the awaitable ends when it is lost. Closing it stays the caller's part."""
-        link = self._pool.attach(instance)
-        self._metrics.attached(instance.name, instance.capacity)
-        log.info("%s is attached", instance.name)
-        waiting, self._homeless = self._homeless, {}
-        for live in waiting:
-            live.stop_timer("home")
-            self._place(live, link)
-        self.changed.set()
-        return link.lost
+        return self._dispatcher.attach(instance).lost
 
     @property
     def instances(self) -> InstancePool[LiveRequest]:
         """The attached instances, with what is known of their load."""
-        return self._pool
+        return self._dispatcher.pool
 
     def health(self) -> Health:
         """Whether requests are taken, and whether the engines work."""
-        return self._pool.health(self.draining)
+        return self.instances.health(self.draining)
 
     async def flush_cache(self) -> int:
         """Drop cached pages that no live request uses, on all instances; how many. Raises UnavailableError."""
         try:
-            return sum(await asyncio.gather(*(link.instance.flush_cache() for link in self._pool)))
+            return sum(await asyncio.gather(*(link.instance.flush_cache() for link in self.instances)))
         except InstanceLost:
             raise UnavailableError("an engine was lost meanwhile", self._config.retry_after_s) from None
 
@@ -122,7 +101,7 @@ class Frontend:
             return CancelOutcome.NOT_FOUND
         if live.final is not None:
             return CancelOutcome.ALREADY_FINISHED
-        self._end_here(live, FinishReason.CANCELLED, ApiError(ErrorKind.CANCELLED, "the request was cancelled"))
+        self._cancel(live, "the request was cancelled")
         return CancelOutcome.CANCELLED
 
     @property
@@ -133,7 +112,7 @@ class Frontend:
     @property
     def num_homeless(self) -> int:
         """Of those, requests that wait for an instance to come back."""
-        return len(self._homeless)
+        return self._dispatcher.num_homeless
 
     # The end
 
@@ -167,7 +146,7 @@ class Frontend:
         self._end_all()
         for live in self._requests:
             self._forget(live)
-        self._pool.close()
+        self.instances.close()
         await self.intake.close()
 
     # Accepting
@@ -208,32 +187,25 @@ class Frontend:
         if live.deadline is not None:
             live.timers["deadline"] = self._loop.call_at(live.deadline, self._expire, live)
         self._wait_for_reader(live)
-        self._place(live, link)
+        self._admission.add(live, live.num_prompt_tokens)
+        self._dispatcher.place(live, link)
         return live
 
     def _choose_link(self) -> Link:
         """Where a new request goes. Raises UnavailableError."""
         if self.draining:
             raise UnavailableError("the server is shutting down", self._config.retry_after_s)
-        link = self._pool.least_loaded()
+        link = self.instances.least_loaded()
         if link is None:
-            what = "is being restarted" if self._pool.ever_attached else "is starting"
+            what = "is being restarted" if self.instances.ever_attached else "is starting"
             raise UnavailableError(f"the engine {what}", self._config.retry_after_s)
         return link
 
     def _max_model_len(self) -> int:
         """While there is an instance."""
-        max_model_len = self._pool.max_model_len
+        max_model_len = self.instances.max_model_len
         assert max_model_len is not None
         return max_model_len
-
-    def _place(self, live: LiveRequest, link: Link) -> None:
-        live.num_attempts += 1
-        engine_id = uuid.uuid4().hex
-        timeout_s = None if live.deadline is None else max(live.deadline - self._loop.time(), 0.0)
-        self._placed[live] = link, engine_id
-        self._admission.add(live, live.num_prompt_tokens)
-        link.submit(replace(live.request, request_id=engine_id, timeout_s=timeout_s), live)
 
     # Reading
 
@@ -254,7 +226,7 @@ class Frontend:
             self._wait_for_reader(live)
             return
         if live.final is None:
-            self._end_here(live, FinishReason.CANCELLED, ApiError(ErrorKind.CANCELLED, "its reader went away"))
+            self._cancel(live, "its reader went away")
         self._forget(live)
 
     def _wait_for_reader(self, live: LiveRequest) -> None:
@@ -263,7 +235,7 @@ class Frontend:
 
     def _give_up_waiting(self, live: LiveRequest) -> None:
         if live.final is None:
-            self._end_here(live, FinishReason.CANCELLED, ApiError(ErrorKind.CANCELLED, "nobody read it"))
+            self._cancel(live, "nobody read it")
         self._forget(live)
 
     def _forget(self, live: LiveRequest) -> None:
@@ -271,111 +243,29 @@ class Frontend:
         self._requests.forget(live)
         self._settled.set()
 
-    # Output
+    # Ends
 
-    def _on_batch(self, link: Link, batch: OutputBatch) -> None:
-        now = self._loop.time()
-        gaps_s: list[float] = []
-        num_tokens = 0
-        columns = zip(batch.request_ids, batch.token_ids.tolist(), batch.num_output_tokens.tolist(), strict=True)
-        for engine_id, token_id, position in columns:
-            live = link.assigned.get(engine_id)
-            if live is None:  # ended here, while this was on its way
-                continue
-            before = live.last_token_at
-            if self._add_token(live, token_id, position, now):
-                num_tokens += 1
-                if before is not None:
-                    gaps_s.append(now - before)
-        self._metrics.tokens(link.instance.name, num_tokens, gaps_s)
-        for end in batch.ends:
-            if (live := link.assigned.pop(end.request_id, None)) is not None:
-                del self._placed[live]
-                self._end_as_told(live, end)
-        self._metrics.batch(link.instance.name, batch)
-
-    def _add_token(self, live: LiveRequest, token_id: int, position: int, now: float) -> bool:
-        """Whether it could be taken; otherwise the request has ended."""
-        first = live.first_token_at is None
-        try:
-            if position != live.output.num_tokens + 1:
-                raise ValueError(f"token {position} came after token {live.output.num_tokens}")
-            live.add_token(token_id, now)
-        except BufferFullError:
-            message = f"more than {self.limits.max_buffered_tokens} tokens were waiting to be read"
-            self._end_here(live, FinishReason.CANCELLED, ApiError(ErrorKind.OVERLOADED, message))
-            return False
-        except Exception:  # for example in the detokenizer: a fault in one request must stay there
-            log.exception("a request's output could not be processed")
-            self._end_here(live, FinishReason.FAILED, ApiError(ErrorKind.INTERNAL, "the output failed"))
-            return False
+    def _on_token(self, live: LiveRequest) -> None:
         self._admission.remove(live)
-        if first:
-            self._metrics.first_token(live.accepted_by, live.num_prompt_tokens, now - live.accepted_at)
-        return True
 
-    def _end_as_told(self, live: LiveRequest, end: RequestEnd) -> None:
-        errors = {
-            FinishReason.CANCELLED: ApiError(ErrorKind.CANCELLED, "the request was cancelled"),
-            FinishReason.EXPIRED: ApiError(ErrorKind.EXPIRED, "the request's time was over"),
-            FinishReason.FAILED: ApiError(ErrorKind.INTERNAL, end.error or "the engine failed on this request"),
-        }
-        self._end(live, end.finish_reason, errors.get(end.finish_reason), end)
-
-    def _end_here(self, live: LiveRequest, reason: FinishReason, error: ApiError) -> None:
-        """End a request without waiting for its engine, which is told."""
-        if (placed := self._placed.pop(live, None)) is not None:
-            link, engine_id = placed
-            link.cancel(engine_id, reason)
-        self._end(live, reason, error, None)
-
-    def _end(self, live: LiveRequest, reason: FinishReason, error: ApiError | None, end: RequestEnd | None) -> None:
-        now = self._loop.time()
+    def _on_end(self, live: LiveRequest, reason: FinishReason, error: ApiError | None, end: RequestEnd | None) -> None:
         self._admission.remove(live)
-        self._homeless.pop(live, None)
-        live.stop_timer("home")
         live.stop_timer("deadline")
-        final = live.end(reason, now, error, end)
+        final = live.end(reason, self._loop.time(), error, end)
         self._metrics.ended(live.accepted_by, final, live.decode_s)
         for old in self._requests.keep_ended(live):
             self._forget(old)
         self._settled.set()
 
+    def _cancel(self, live: LiveRequest, why: str) -> None:
+        self._dispatcher.end(live, FinishReason.CANCELLED, ApiError(ErrorKind.CANCELLED, why))
+
     def _expire(self, live: LiveRequest) -> None:
-        self._end_here(live, FinishReason.EXPIRED, ApiError(ErrorKind.EXPIRED, "the request's time was over"))
+        error = ApiError(ErrorKind.EXPIRED, "the request's time was over")
+        self._dispatcher.end(live, FinishReason.EXPIRED, error)
 
     def _end_all(self) -> None:
         error = UnavailableError("the server is shutting down", self._config.retry_after_s)
         for live in self._requests:
             if live.final is None:
-                self._end_here(live, FinishReason.FAILED, error)
-
-    # Loss
-
-    def _on_lost(self, link: Link) -> None:
-        self._metrics.lost(link.instance.name)
-        log.error("%s is lost with %d requests", link.instance.name, len(link.assigned))
-        orphans = list(link.assigned.values())
-        link.assigned.clear()
-        for live in orphans:
-            del self._placed[live]
-            self._rescue(live)
-        self.changed.set()
-
-    def _rescue(self, live: LiveRequest) -> None:
-        """Start a request again that nobody has read anything of; end any other."""
-        if live.output.was_read or live.num_attempts >= self._config.max_attempts:
-            error = UnavailableError("the engine was lost", self._config.retry_after_s)
-            self._end(live, FinishReason.FAILED, error, None)
-            return
-        self._metrics.retried(live.accepted_by, live.output.num_tokens)
-        live.restart()
-        if (link := self._pool.least_loaded()) is not None:
-            self._place(live, link)
-            return
-        self._homeless[live] = None
-        live.timers["home"] = self._loop.call_later(self._config.reattach_timeout_s, self._give_up_home, live)
-
-    def _give_up_home(self, live: LiveRequest) -> None:
-        error = UnavailableError("the engine was lost and has not come back", self._config.retry_after_s)
-        self._end_here(live, FinishReason.FAILED, error)
+                self._dispatcher.end(live, FinishReason.FAILED, error)

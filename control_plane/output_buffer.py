@@ -43,7 +43,7 @@ class OutputBuffer:
     def append(self, token_id: int, text: str) -> None:
         """Add the next token. Raises BufferFullError, without adding it, when the limit is reached."""
         if self.num_tokens - self._num_taken >= self._limit:
-            raise BufferFullError
+            raise BufferFullError(f"more than {self._limit} output tokens were waiting to be read")
         self._token_ids.append(token_id)
         self._texts.append(text)
         if len(self._token_ids) > 2 * self._limit:

@@ -442,7 +442,7 @@ async def test_nothing_is_left_behind_after_many_requests_of_all_kinds():
         await until(lambda: instance.num_held == 0 and frontend.num_live == 0)
         (link,) = frontend.instances
         assert not link.assigned
-        assert not frontend._placed
+        assert frontend._dispatcher.is_idle
         assert not frontend._admission._waiting
         assert frontend._admission._num_tokens == 0
         accepted = metric_value(metrics, "nanoflow_requests_accepted_total")
