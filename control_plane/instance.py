@@ -28,7 +28,7 @@ class Instance(Protocol):
 
     @property
     def name(self) -> str:
-        """Unique among all instances that were ever attached to a front end. Also the metrics label."""
+        """The metrics label, so best the same as that of a lost one that it replaces; unique among attached ones."""
 
     @property
     def capacity(self) -> EngineCapacity:
