@@ -168,7 +168,7 @@ def decode_attention(
         HK=kv_heads,
         G=group,
         D=head_dim,
-        DP=triton.next_power_of_2(head_dim),
+        DP=max(16, triton.next_power_of_2(head_dim)),
         P=page_size,
         BN=tokens_per_tile,
         STAGES=stages,

@@ -129,7 +129,7 @@ def prefill_attention(
         G=group,
         GP=triton.next_power_of_2(group),
         D=head_dim,
-        DP=triton.next_power_of_2(head_dim),
+        DP=max(16, triton.next_power_of_2(head_dim)),
         P=page_size,
         BM=tile_rows,
         BN=tokens_per_tile,
