@@ -21,7 +21,7 @@ QUICK = SearchOptions(SolverOptions("glpk", 2.0), collectives=(Collectives.ALL_R
 WORK = TABLE.workload.resized(256)
 
 
-def target(model: str = "llama-2-70b", num_gpus: int = 8, work: Workload = WORK) -> Target:
+def target(model: str = "llama-3-8b", num_gpus: int = 1, work: Workload = WORK) -> Target:
     return Target(find_model(model), find_gpu("a100-80gb"), num_gpus, work)
 
 
@@ -65,17 +65,17 @@ def test_a_file_that_was_changed_or_lost_is_searched_anew(store):
 
 
 def test_a_similar_models_plan_is_reused_only_when_asked_and_with_a_warning(store):
-    planner.plan(target(), TABLE, QUICK, store)
-    borrowed = planner.plan(target("llama-3-70b"), TABLE, QUICK, store, reuse_similar=True)
+    planner.plan(target("llama-2-70b", 8), TABLE, QUICK, store)
+    borrowed = planner.plan(target("llama-3-70b", 8), TABLE, QUICK, store, reuse_similar=True)
     assert borrowed.report["reused_from"] == "llama-2-70b"
     assert any("llama-2-70b is reused" in warning for warning in borrowed.warnings)
     assert borrowed.schedules[0].model == "llama-3-70b"
-    own = planner.plan(target("llama-3-70b"), TABLE, QUICK, store)
+    own = planner.plan(target("llama-3-70b", 8), TABLE, QUICK, store)
     assert "reused_from" not in own.report
 
 
 def test_an_unlike_models_plan_is_not_reused(store):
-    planner.plan(target(), TABLE, QUICK, store)
+    planner.plan(target("llama-2-70b", 8), TABLE, QUICK, store)
     other = planner.plan(target("llama-3-8b", 1), TABLE, QUICK, store, reuse_similar=True)
     assert "reused_from" not in other.report
 
@@ -89,7 +89,7 @@ def test_a_broken_index_is_refused_with_a_remedy(store):
 
 def test_weights_that_do_not_fit_are_refused():
     with pytest.raises(SearchError, match="812 GB of weights"):
-        planner.plan(target("llama-3-405b"), TABLE, QUICK)
+        planner.plan(target("llama-3-405b", 8), TABLE, QUICK)
 
 
 def test_context_that_does_not_fit_is_a_warning():
