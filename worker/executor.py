@@ -8,6 +8,7 @@ Ray, text or clients.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -72,8 +73,7 @@ class Worker:
         Raises ModelLoadError where tensors are missing or do not fit config.json.
         """
         config, capacity = self.config, self._capacity
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.num_threads or _default_threads(config.tensor_parallel_size))
         device, dtype = torch.device(config.device), _DTYPES[config.dtype]
         source = DummySource(config.seed) if config.load_format == "dummy" else SafetensorsSource(config.model_dir)
         with torch.inference_mode():
@@ -190,6 +190,11 @@ class LocalStep:
             raise ExecutorError(f"the step did not end within {timeout_s} s") from None
         except Exception as error:
             raise ExecutorError(f"the step failed: {error}") from error
+
+
+def _default_threads(num_ranks: int) -> int:
+    """A rank's share of the cores. One is left to planning and transport: torch's threads wait for the slowest."""
+    return max(1, (len(os.sched_getaffinity(0)) - 1) // num_ranks)
 
 
 def _sampling_rows(slots: SlotTable, samples: SampleRows) -> SamplingRows:

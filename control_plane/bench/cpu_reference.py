@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import random
 import statistics
@@ -40,16 +41,18 @@ class Setting:
     input_len: int = 32
     output_len: int = 64
     repeats: int = 3
-    num_threads: int = 2
+    engine_threads: int | None = None  # None: as when serving
+    transformers_threads: int | None = None  # None: torch's choice
 
 
 class _Engine:
     """Scheduler, loop and worker in this process."""
 
     def __init__(self, setting: Setting) -> None:
-        config = WorkerConfig(setting.model_dir, num_threads=setting.num_threads)
+        config = WorkerConfig(setting.model_dir, num_threads=setting.engine_threads)
         worker = Worker(config)
         worker.load()
+        self.num_threads = torch.get_num_threads()
         self.vocab_size = worker.spec.vocab_size
         self._executor = LocalExecutor(worker)
         # No prefix hits: transformers has none either.
@@ -60,6 +63,7 @@ class _Engine:
         self._ended = threading.Semaphore(0)
         self._num_tokens = 0
         self._num_requests = 0
+        self.generate([[1]], 1)
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
         """Run the prompts together; the number of output tokens."""
@@ -91,6 +95,7 @@ class _Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(setting.model_dir, dtype=torch.float32).eval()
+        torch.set_num_threads(setting.transformers_threads or len(os.sched_getaffinity(0)))
         self._model.generation_config.eos_token_id = None
 
     def generate(self, prompts: list[list[int]], output_len: int) -> int:
@@ -114,7 +119,7 @@ def _rate(generate: Callable[[list[list[int]], int], int], prompts: list[list[in
 
 def run(setting: Setting) -> dict[str, Any]:
     """Measure both sides in the order A B B A; rates are output tokens per second, prefill included."""
-    torch.set_num_threads(setting.num_threads)
+    # The engine first: its thread keeps the number of threads that it finds.
     engine, reference = _Engine(setting), _Reference(setting)
     draw = random.Random(0)
 
@@ -142,7 +147,8 @@ def run(setting: Setting) -> dict[str, Any]:
         "input_len": setting.input_len,
         "output_len": setting.output_len,
         "repeats": setting.repeats,
-        "num_threads": setting.num_threads,
+        "engine_threads": engine.num_threads,
+        "transformers_threads": torch.get_num_threads(),
         "cpu": platform.processor() or platform.machine(),
         "torch": torch.__version__,
         **results,
@@ -170,10 +176,17 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=32)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--engine-threads", type=int)
+    parser.add_argument("--transformers-threads", type=int)
     args = parser.parse_args()
     setting = Setting(
-        args.model_dir, tuple(args.batch_sizes), args.input_len, args.output_len, args.repeats, args.threads
+        model_dir=args.model_dir,
+        batch_sizes=tuple(args.batch_sizes),
+        input_len=args.input_len,
+        output_len=args.output_len,
+        repeats=args.repeats,
+        engine_threads=args.engine_threads,
+        transformers_threads=args.transformers_threads,
     )
     print(setting)
     print(json.dumps(run(setting)))

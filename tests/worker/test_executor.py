@@ -1,6 +1,7 @@
 """The worker's limits and faults, and the executor that runs it in a thread."""
 
 import json
+import os
 import threading
 import time
 
@@ -232,6 +233,8 @@ def test_threads_of_a_rank_are_set(random_model):
     try:
         loaded(random_model("llama"), num_threads=2)
         assert torch.get_num_threads() == 2
+        loaded(random_model("llama"), num_threads=None)
+        assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) - 1)
     finally:
         torch.set_num_threads(before)
 
