@@ -64,7 +64,6 @@ async def run(engine: EngineConfig, question: Question, as_json: bool) -> int:
     metrics = Metrics(intake.model.name, capacity.max_model_len, capacity.max_batch_tokens)
     frontend = Frontend(intake, metrics, FrontendConfig(reattach_timeout_s=0.0))  # nobody brings another instance
     try:
-        await intake.start()
         frontend.attach(instance)
         text, token_ids, final = await _read(frontend, request, show=not as_json)
     finally:

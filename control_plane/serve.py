@@ -20,7 +20,6 @@ from control_plane.engine import model_info, scheduler_config, worker_config
 from control_plane.frontend import Frontend
 from control_plane.grpc_admin import ServerInfo
 from control_plane.grpc_server import GrpcConfig, GrpcServer
-from control_plane.instance import Instance
 from control_plane.intake import Intake
 from control_plane.metrics import Metrics
 from control_plane.progress import ProgressLine
@@ -60,14 +59,13 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
         port = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
 
-        def started(instance: Instance) -> None:
+        def started() -> None:
             show.done()
-            if instance.name == "instance-0":
-                url = f"http://{server.host}:{metrics_server.port}/metrics"
-                print(f"ready: gRPC {server.host}:{port}, metrics {url}", flush=True)
+            url = f"http://{server.host}:{metrics_server.port}/metrics"
+            print(f"ready: gRPC {server.host}:{port}, metrics {url}", flush=True)
 
-        async def start(name: str) -> RayInstance:
-            return await start_instance(name, config, show)
+        async def start() -> RayInstance:
+            return await start_instance("instance-0", config, show)
 
         supervisor = asyncio.create_task(Supervisor(start, frontend).run(started))
         stack.push_async_callback(_cancel, supervisor)

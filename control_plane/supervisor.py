@@ -26,17 +26,16 @@ class InstanceHost(Protocol):
 
 
 class Supervisor:
-    """One instance at a time, each with a new name, since a lost one is never used again."""
+    """One instance at a time. A lost one is never used again: the next one is new, under the same name."""
 
-    def __init__(self, start: Callable[[str], Awaitable[Instance]], host: InstanceHost) -> None:
-        """`start` makes a ready instance of the given name."""
+    def __init__(self, start: Callable[[], Awaitable[Instance]], host: InstanceHost) -> None:
+        """`start` makes a ready instance."""
         self._start = start
         self._host = host
         self._instance: Instance | None = None
-        self._count = 0
 
-    async def run(self, started: Callable[[Instance], None] = lambda instance: None) -> None:
-        """Keep an instance attached until cancelled.
+    async def run(self, started: Callable[[], None] = lambda: None) -> None:
+        """Keep an instance attached until cancelled; `started` is told each time that there is one.
 
         Raises what the first start raised: a server that never worked should end and say so. Later failures are
         logged and tried again, with growing pauses.
@@ -45,18 +44,17 @@ class Supervisor:
         try:
             while True:
                 try:
-                    self._instance = await self._start(f"instance-{self._count}")
+                    self._instance = await self._start()
                 except Exception:
-                    if self._count == 0:
+                    if self._instance is None:
                         raise
                     logger.exception("the instance could not be started again; next attempt in %g s", pause_s)
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                     continue
-                self._count += 1
                 pause_s = FIRST_PAUSE_S
                 lost = self._host.attach(self._instance)
-                started(self._instance)
+                started()
                 await lost
                 logger.warning("%s is lost; starting another", self._instance.name)
                 await self._instance.close()

@@ -1,0 +1,71 @@
+"""The supervisor with fakes: one instance at a time, replaced when lost, closed at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+
+import pytest
+
+from control_plane import supervisor
+from control_plane.supervisor import Supervisor
+
+
+class FakeInstance:
+    def __init__(self) -> None:
+        self.name = "instance"
+        self.lost = asyncio.Event()
+        self.num_closed = 0
+
+    async def close(self) -> None:
+        self.num_closed += 1
+
+
+class FakeHost:
+    def attach(self, instance: FakeInstance) -> Awaitable[object]:
+        return instance.lost.wait()
+
+
+class Starter:
+    """Starts instances; the attempts in `failing` (from 0) raise."""
+
+    def __init__(self, *failing: int) -> None:
+        self.failing = failing
+        self.num_attempts = 0
+        self.instances: list[FakeInstance] = []
+
+    async def __call__(self) -> FakeInstance:
+        attempt = self.num_attempts
+        self.num_attempts += 1
+        if attempt in self.failing:
+            raise RuntimeError(f"attempt {attempt}")
+        self.instances.append(FakeInstance())
+        return self.instances[-1]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - what it waits for knows of no event
+            await asyncio.sleep(0.001)
+
+
+async def test_a_first_start_that_fails_ends_it():
+    with pytest.raises(RuntimeError, match="attempt 0"):
+        await Supervisor(Starter(0), FakeHost()).run()
+
+
+async def test_a_lost_instance_is_closed_and_replaced_however_often_the_start_fails(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    start, told = Starter(1, 2), []
+    task = asyncio.create_task(Supervisor(start, FakeHost()).run(lambda: told.append(1)))
+    await until(lambda: len(start.instances) == 1)
+    start.instances[0].lost.set()
+    await until(lambda: len(start.instances) == 2)
+    assert start.num_attempts == 4
+    assert start.instances[0].num_closed >= 1
+    assert start.instances[1].num_closed == 0
+    await until(lambda: len(told) == 2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert start.instances[1].num_closed == 1
