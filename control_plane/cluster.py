@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Sequence
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,15 +63,16 @@ def connect(num_cpus: int) -> None:
     if os.environ.get("RAY_ADDRESS"):
         ray.init(log_to_driver=False, logging_level=logging.WARNING)
         return
-    ray.init(
-        address="local",
-        num_cpus=max(num_cpus, os.cpu_count() or 1),
-        include_dashboard=False,
-        object_store_memory=128 * 2**20,  # plans and tokens only; KV and weights never pass through it
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        _node_ip_address="127.0.0.1",
-    )
+    with _another_process_group():
+        ray.init(
+            address="local",
+            num_cpus=max(num_cpus, os.cpu_count() or 1),
+            include_dashboard=False,
+            object_store_memory=128 * 2**20,  # plans and tokens only; KV and weights never pass through it
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            _node_ip_address="127.0.0.1",
+        )
 
 
 class RayInstance:
@@ -198,6 +201,27 @@ async def _load(workers: Sequence[Any], rendezvous: str, progress: Callable[[str
     if any(capacity != capacities[0] for capacity in capacities):
         raise StartError(f"the ranks disagree about what fits: {capacities}; give --num-gpu-blocks-override")
     return capacities[0]
+
+
+@contextmanager
+def _another_process_group() -> Iterator[None]:
+    """Processes started inside do not get the signals that are sent to our process group.
+
+    `timeout`, service managers and terminals signal the whole group; Ray's processes must outlive that, or the
+    drain that the signal asks for has nothing left to run on. A session's leader cannot leave its group: then
+    this does nothing.
+    """
+    own = os.getpgrp()
+    anchor = subprocess.Popen(["sleep", "60"], process_group=0)
+    try:
+        with suppress(PermissionError):
+            os.setpgid(0, anchor.pid)
+        yield
+    finally:
+        with suppress(PermissionError):
+            os.setpgid(0, own)
+        anchor.kill()
+        anchor.wait()
 
 
 def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

@@ -70,7 +70,10 @@ class EngineConfig:
         low=1,
     )
     num_threads: int | None = option(
-        "CPU threads of each rank.", default=default_of(WorkerConfig, "num_threads"), low=1, unset="its share of all cores but one"
+        "CPU threads of each rank.",
+        default=default_of(WorkerConfig, "num_threads"),
+        low=1,
+        unset="its share of all cores but one",
     )
     seed: int = option("Seed of dummy weights.", default=default_of(WorkerConfig, "seed"), low=0, high=2**63 - 1)
     step_timeout: float = option(

@@ -28,7 +28,8 @@ def start_server(model: Path, *flags: str) -> tuple[subprocess.Popen[str], str, 
     Raises RuntimeError when it ends before that; what it says goes to our stderr as it comes.
     """
     command = [sys.executable, "-m", "control_plane.main", "serve", str(model), "--port", "0", "--metrics-port", "0"]
-    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True)
+    # In a process group of its own: Ctrl-C ends it by our SIGTERM, once.
+    process = subprocess.Popen([*command, *flags], stdout=subprocess.PIPE, text=True, process_group=0)
     assert process.stdout is not None
     for line in process.stdout:
         if ready := READY.match(line.strip()):

@@ -126,19 +126,21 @@ class Frontend:
     async def drain(self, timeout_s: float) -> bool:
         """Refuse new requests and wait until all others have ended and their readers know.
 
-        After timeout_s the rest ends with UNAVAILABLE; False then.
+        A request that was cancelled without a reader is not waited for: nobody will ask for it. After timeout_s
+        those that are still live end with UNAVAILABLE; False then.
         """
         self.start_draining()
         try:
             async with asyncio.timeout(timeout_s):
-                while any(not live.delivered for live in self._requests):
+                while any(map(_awaited, self._requests)):
                     self._settled.clear()
                     await self._settled.wait()
             return True
         except TimeoutError:
-            log.warning("%d requests were not done within %g s", self.num_live, timeout_s)
+            num_live = self.num_live
+            log.warning("after %g s %d requests were live, and others not read to their end", timeout_s, num_live)
             self._end_all()
-            return False
+            return num_live == 0
 
     async def close(self) -> None:
         """End everything at once, instances excepted: they are the caller's. Idempotent."""
@@ -269,3 +271,10 @@ class Frontend:
         for live in self._requests:
             if live.final is None:
                 self._dispatcher.end(live, FinishReason.FAILED, error)
+
+
+def _awaited(live: LiveRequest) -> bool:
+    """Whether a drain waits for the request: it is live, or someone may still read its end."""
+    if live.final is None or live.has_reader:
+        return not live.delivered
+    return not live.delivered and live.final.finish_reason is not FinishReason.CANCELLED

@@ -218,7 +218,10 @@ def test_sigterm_lets_live_streams_finish_and_refuses_new_ones(own_server: Serve
     streams = [Stream(own_server, 40, text=f"{number} {PROMPT}") for number in range(6)]
     for stream in streams:
         assert stream.first_token.wait(60)
-    own_server.process.send_signal(signal.SIGTERM)
+    unread = own_server.generation.Submit(generation_pb2.SubmitRequest(request=request(500)), timeout=10)
+    own_server.generation.Cancel(generation_pb2.CancelRequest(request_id=unread.request_id), timeout=10)
+    os.killpg(own_server.process.pid, signal.SIGTERM)  # as `timeout` and service managers do
+    signalled_at = time.monotonic()
     time.sleep(0.3)
     with pytest.raises(grpc.RpcError) as refused:
         generate(own_server, 4)
@@ -228,6 +231,7 @@ def test_sigterm_lets_live_streams_finish_and_refuses_new_ones(own_server: Serve
         assert stream.code == grpc.StatusCode.OK
         assert len(stream.token_ids) == 40
     assert own_server.process.wait(30) == 0
+    assert time.monotonic() - signalled_at < 25  # the cancelled request, which nobody reads, is not waited for
 
 
 def test_a_broken_model_folder_ends_the_start_with_one_line(tmp_path: Path) -> None:
