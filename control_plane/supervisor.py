@@ -57,7 +57,10 @@ class Supervisor:
                 started()
                 await lost
                 logger.warning("%s is lost; starting another", self._instance.name)
-                await self._instance.close()
+                try:
+                    await self._instance.close()
+                except Exception:
+                    logger.exception("what was left of %s could not be taken down", self._instance.name)
         finally:
             if self._instance is not None:
                 await self._instance.close()
