@@ -79,12 +79,10 @@ def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         index = torch.from_numpy(np.flatnonzero(restricted)).to(device)
         weights[index] *= _kept(logits[index], weights[index], rows.top_k[restricted], rows.top_p[restricted])
     cumulative = weights.cumsum_(dim=-1)
-    total = cumulative[:, -1:].contiguous()
-    target = total * torch.from_numpy(uniform(rows.seed, rows.position)).to(device)[:, None]
-    drawn = torch.searchsorted(cumulative, target, right=True)
-    # Rounding may put the target on the total itself: the last token that has any weight is meant.
-    last = torch.searchsorted(cumulative, total)
-    return torch.minimum(drawn, last)[:, 0]
+    # Below the total, however it is rounded, as the noise is at most 1 - 2**-53.
+    target = cumulative[:, -1:] * torch.from_numpy(uniform(rows.seed, rows.position)).to(device)[:, None]
+    # The first token whose cumulative weight is above it, and so never one without weight.
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
 def _kept(

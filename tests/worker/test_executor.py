@@ -85,8 +85,8 @@ class TestFaults:
         (tmp_path / "config.json").write_text((source / "config.json").read_text())
         return tmp_path
 
-    def test_a_fault_is_its_row_s_alone_and_leaves_no_trace(self, poisoned, random_model, planner, ask):
-        prompts = [[1, 2, 3], [4, 13, *range(20, 40)], list(range(50, 75))]
+    def test_a_fault_is_its_row_s_alone(self, poisoned, random_model, planner, ask):
+        prompts = [list(range(1, 12)), [4, 13, *range(20, 40)], list(range(50, 64))]
 
         def sound(planner_of):
             asks = [ask(prompts[0], 20), ask(prompts[2], 20, temperature=0.7, seed=3)]
@@ -100,11 +100,21 @@ class TestFaults:
         assert [outputs[0], outputs[2]] == expected
         assert set(plans.faults) == {1}
         assert "finite" in plans.faults[1]
-        # The same pages, in another order, to requests that are padded to one another's length.
-        for seed in range(3):
-            again = planner(worker, seed)
-            assert sound(again) == expected
-            assert not again.faults
+
+    def test_what_a_fault_leaves_in_all_pages_harms_no_later_request(self, poisoned, random_model, planner, ask):
+        """Requests of about one length are computed together, padded to the longest of them."""
+        prompts = [list(range(20, 20 + n)) for n in (11, 12, 14, 13)]
+
+        def sound(worker):
+            return planner(worker).run([ask(prompt, 20) for prompt in prompts])
+
+        expected = sound(loaded(random_model("llama"), num_pages=20))
+        assert not any(13 in output for output in expected)
+        worker = loaded(poisoned, num_pages=20)
+        faulty = planner(worker)
+        faulty.run([ask([4, 13, *[5] * 138], 20)])  # fills all 20 pages
+        assert faulty.faults
+        assert sound(worker) == expected
 
     def test_a_plan_that_samples_nothing(self, random_model):
         worker = loaded(random_model("llama"))

@@ -25,10 +25,11 @@ SIX_HEADS = ("llama", {"num_attention_heads": 6, "hidden_size": 48, "num_key_val
 
 
 def requests(ask):
-    """Greedy and sampled ones together."""
+    """Greedy and sampled ones together; at the last one's temperature a padded id would be as likely as any."""
     draw = np.random.default_rng(7)
     prompts = [draw.integers(0, 101, n).tolist() for n in (1, 9, 40, 17)]
-    return [ask(p, 16, temperature=0.8 * (i % 2), top_p=0.9, seed=i) for i, p in enumerate(prompts)]
+    temperatures, shares = (0.0, 0.8, 0.0, 1e6), (1.0, 0.9, 1.0, 1.0)
+    return [ask(p, 16, temperature=temperatures[i], top_p=shares[i], seed=i) for i, p in enumerate(prompts)]
 
 
 def run_rank(config, rank, rendezvous, planner, asks, results):

@@ -123,6 +123,14 @@ def test_logits_that_are_not_finite_fault_their_own_row_only():
     assert ((sampled.token_ids >= 0) & (sampled.token_ids < VOCAB)).all()
 
 
+@pytest.mark.parametrize(("noise", "expected"), [(0.0, 3), (1 - 2.0**-53, 7)])
+def test_the_ends_of_the_noise_fall_on_kept_tokens(noise, expected, monkeypatch):
+    monkeypatch.setattr("worker.sampler.uniform", lambda seed, position: np.full(len(seed), noise))
+    logits = torch.zeros(1, 10)
+    logits[0, 3:8] = 1.0
+    assert sample(logits, rows_of((1.0, 5, 1.0, 0, 0))).token_ids.tolist() == [expected]
+
+
 def test_noise_is_uniform_and_hangs_on_seed_and_position():
     seeds = np.arange(50000, dtype=np.uint64)
     values = uniform(seeds, np.full(50000, 3))
