@@ -73,7 +73,7 @@ class EngineConfig:
         "CPU threads of each rank.",
         default=default_of(WorkerConfig, "num_threads"),
         low=1,
-        unset="its share of all cores but one",
+        unset="its share of all cores",
     )
     seed: int = option("Seed of dummy weights.", default=default_of(WorkerConfig, "seed"), low=0, high=2**63 - 1)
     step_timeout: float = option(

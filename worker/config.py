@@ -24,5 +24,5 @@ class WorkerConfig:
     nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential
     schedule_files: tuple[Path, ...] = ()  # PipelineSchedules to run instead of the built-in ones
     seed: int = 0  # of dummy weights
-    num_threads: int | None = None  # CPU threads of one rank; None: its share of all cores but one
+    num_threads: int | None = None  # CPU threads of one rank; None: its share of all cores
     join_timeout_s: float = 600.0  # for ranks to find each other, and for any one collective

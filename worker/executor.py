@@ -193,8 +193,8 @@ class LocalStep:
 
 
 def _default_threads(num_ranks: int) -> int:
-    """A rank's share of the cores. One is left to planning and transport: torch's threads wait for the slowest."""
-    return max(1, (len(os.sched_getaffinity(0)) - 1) // num_ranks)
+    """A rank's share of the cores; torch's own choice would follow whatever OMP_NUM_THREADS a launcher has set."""
+    return max(1, len(os.sched_getaffinity(0)) // num_ranks)
 
 
 def _sampling_rows(slots: SlotTable, samples: SampleRows) -> SamplingRows:

@@ -244,7 +244,7 @@ def test_threads_of_a_rank_are_set(random_model):
         loaded(random_model("llama"), num_threads=2)
         assert torch.get_num_threads() == 2
         loaded(random_model("llama"), num_threads=None)
-        assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) - 1)
+        assert torch.get_num_threads() == len(os.sched_getaffinity(0))
     finally:
         torch.set_num_threads(before)
 
