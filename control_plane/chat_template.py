@@ -99,7 +99,8 @@ class ChatRenderer:
     async def _start(self) -> None:
         command = (sys.executable, "-m", "control_plane.chat_template_worker")
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+        # In a session of its own, or a terminal's Ctrl-C would end it in the middle of the server's drain.
+        self._process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True)
         try:
             await self._ask(self._setup, START_TIMEOUT_S)
         except (TimeoutError, EOFError, OSError):

@@ -42,6 +42,13 @@ def worker_config(engine: EngineConfig) -> WorkerConfig:
     )
 
 
+def single_rank_config(engine: EngineConfig) -> WorkerConfig:
+    """For an engine in one process. Raises ConfigError where more ranks are asked for."""
+    if engine.tensor_parallel_size != 1:
+        raise ConfigError("tensor-parallel-size must be 1 in one process; `nanoflow serve` runs several ranks")
+    return worker_config(engine)
+
+
 def scheduler_config(engine: EngineConfig, max_waiting: int = 0) -> SchedulerConfig:
     """What the scheduler needs; it takes at least max_waiting requests, which the front end bounds."""
     config = SchedulerConfig(enable_prefix_caching=engine.enable_prefix_caching)
@@ -58,9 +65,7 @@ async def start_local_instance(engine: EngineConfig, progress: Progress) -> Loca
 
     Raises ConfigError, and whatever the worker raises for a model that it cannot load.
     """
-    if engine.tensor_parallel_size != 1:
-        raise ConfigError("tensor-parallel-size must be 1 in one process; `nanoflow serve` runs several ranks")
-    worker = Worker(worker_config(engine))
+    worker = Worker(single_rank_config(engine))
     await asyncio.to_thread(worker.load, progress)
     executor = LocalExecutor(worker)
     scheduler = Scheduler(scheduler_config(engine), worker.capacity)

@@ -34,7 +34,12 @@ class MissingTensorsError(ModelLoadError):
 
     def __init__(self, folder: str | Path, names: Iterable[str], hint: str = "") -> None:
         self.names = tuple(sorted(names))
+        self._arguments = (folder, self.names, hint)
         super().__init__(f"{folder} lacks {len(self.names)} tensor(s): {', '.join(self.names)}{hint}")
+
+    def __reduce__(self) -> tuple[type[MissingTensorsError], tuple[str | Path, tuple[str, ...], str]]:
+        # Exceptions are pickled as their message, which is not what __init__ takes; actors send them home.
+        return type(self), self._arguments
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from control_plane.config import EngineConfig
-from control_plane.engine import scheduler_config, worker_config
+from control_plane.engine import scheduler_config, single_rank_config
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from scheduler.loop import EngineLoop
@@ -85,7 +85,7 @@ def run(engine: EngineConfig, workload: Workload) -> dict[str, Any]:
     """
     engine = replace(engine, enable_prefix_caching=False)
     began = time.perf_counter()
-    worker = Worker(worker_config(engine))
+    worker = Worker(single_rank_config(engine))
     _check(workload, worker.capacity)
     line = ProgressLine()
     worker.load(line.share)

@@ -241,3 +241,17 @@ def test_a_broken_model_folder_ends_the_start_with_one_line(tmp_path: Path) -> N
     assert ended.returncode == 2
     assert "safetensors" in ended.stderr.splitlines()[-1]
     assert "Traceback" not in ended.stderr
+
+
+def test_a_missing_tensor_is_named_by_the_server(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((MODEL / name).read_text())
+    tensors = load_file(MODEL / "model.safetensors")
+    del tensors["model.layers.3.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    command = [sys.executable, "-m", "control_plane.main", "serve", str(tmp_path), "--port", "0", "--metrics-port", "0"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "model.layers.3.mlp.up_proj.weight" in ended.stderr.splitlines()[-1]
