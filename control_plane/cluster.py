@@ -45,14 +45,12 @@ class InstanceConfig:
     worker: WorkerConfig
     scheduler: SchedulerConfig
     step_timeout_s: float  # an iteration that takes longer counts as hung
-    placement_timeout_s: float = 60.0  # how long to wait for CPUs and GPUs to become free
-    gpus_per_rank: int = 0  # 0: the CPU backend
+    placement_timeout_s: float = 60.0  # how long to wait for CPUs to become free
 
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Ray resources: the scheduler's, then one bundle per rank."""
-        rank: dict[str, float] = {"CPU": 1, **({"GPU": self.gpus_per_rank} if self.gpus_per_rank else {})}
-        return [{"CPU": 1}, *[dict(rank) for _ in range(self.worker.tensor_parallel_size)]]
+        return [{"CPU": 1.0} for _ in range(1 + self.worker.tensor_parallel_size)]
 
 
 def connect(num_cpus: int) -> None:
@@ -139,9 +137,9 @@ async def start_instance(name: str, config: InstanceConfig, progress: Callable[[
     try:
         ranks = range(config.worker.tensor_parallel_size)
         workers = [
-            WorkerActor.options(
-                num_cpus=1, num_gpus=config.gpus_per_rank, max_restarts=0, scheduling_strategy=_in(group, 1 + rank)
-            ).remote(config.worker, rank)
+            WorkerActor.options(num_cpus=1, max_restarts=0, scheduling_strategy=_in(group, 1 + rank)).remote(
+                config.worker, rank
+            )
             for rank in ranks
         ]
         actors += workers
@@ -173,7 +171,7 @@ def describe(error: BaseException) -> str:
 
 
 async def _place(config: InstanceConfig, progress: Callable[[str], None]) -> PlacementGroup:
-    progress("waiting for free CPUs" + (" and GPUs" if config.gpus_per_rank else ""))
+    progress("waiting for free CPUs")
     group = placement_group(config.bundles, strategy="STRICT_PACK")
     try:
         await asyncio.wait_for(_wait(group.ready()), config.placement_timeout_s)
@@ -182,7 +180,7 @@ async def _place(config: InstanceConfig, progress: Callable[[str], None]) -> Pla
         free = ray.available_resources()
         raise StartError(
             f"no node has the resources for an instance: {config.bundles} are needed on one node, "
-            f"CPU {free.get('CPU', 0):g} and GPU {free.get('GPU', 0):g} are free in the cluster. "
+            f"CPU {free.get('CPU', 0):g} is free in the cluster. "
             "Add a node, or lower --tensor-parallel-size"
         ) from None
     return group

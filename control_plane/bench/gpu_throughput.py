@@ -21,15 +21,13 @@ from typing import Any
 import torch
 
 from autosearch.specs import ModelSpec
+from control_plane.bench.workload import STEADY, draw_requests
 from scheduler.loop import EngineLoop
 from scheduler.plan import EngineCapacity, IterationPlan, OutputBatch, StepStats
 from scheduler.ports import PendingStep
-from scheduler.request import NewRequest, SamplingParams
 from scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-
-STEADY = (0.3, 0.7)  # the steady middle, as shares of the run's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +58,6 @@ def lengths(settings: Settings) -> list[tuple[int, int]]:
         rows = [(int(row[1]), int(row[2])) for row in csv.reader(file) if row[1:] and row[1].isdigit()]
     fitting = [row for row in rows if 4 <= row[0] <= 2048 and 4 <= row[1] <= 1024]
     return random.Random(1).sample(fitting, 3000)
-
-
-def requests(settings: Settings, vocab_size: int) -> list[NewRequest]:
-    """All requests; the same for the same settings."""
-    draw = random.Random(0)
-    return [
-        NewRequest(
-            f"r{number}",
-            tuple(draw.randint(min(100, vocab_size - 1), min(29_999, vocab_size - 1)) for _ in range(prompt)),
-            SamplingParams(max_tokens=output, temperature=0.0),
-        )
-        for number, (prompt, output) in enumerate(lengths(settings))
-    ]
 
 
 class Synchronous:
@@ -184,7 +169,7 @@ def run(settings: Settings) -> dict[str, Any]:
     )
     engine = CudaExecutor(config)
     start_s = time.perf_counter() - began
-    capacity, work, card = engine.capacity, requests(settings, engine.spec.vocab_size), Card()
+    capacity, work, card = engine.capacity, draw_requests(lengths(settings), engine.spec.vocab_size), Card()
     print(f"ready after {start_s:.1f} s; {settings}; {capacity.num_pages} pages", flush=True)
     rate = gemm_rate(engine.spec) if settings.device == "cuda" else 0.0
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import random
 import sys
 import threading
 import time
@@ -18,18 +17,16 @@ from typing import Any
 
 import torch
 
+from control_plane.bench.workload import STEADY, draw_requests
 from control_plane.config import EngineConfig
 from control_plane.engine import scheduler_config, single_rank_config
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from scheduler.loop import EngineLoop
 from scheduler.plan import EngineCapacity, OutputBatch
-from scheduler.request import NewRequest, SamplingParams
+from scheduler.request import NewRequest
 from scheduler.scheduler import Scheduler
 from worker.executor import LocalExecutor, Worker
-
-FIRST_TOKEN_ID, LAST_TOKEN_ID = 100, 29_999  # prompts are drawn from these, or from what the vocabulary has of them
-STEADY = (0.3, 0.7)  # the steady middle, as shares of the run's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +36,10 @@ class Workload:
     num_prompts: int
     input_len: int  # prompt tokens of each request
     output_len: int  # output tokens of each request
-    seed: int = 0
 
     def requests(self, vocab_size: int) -> list[NewRequest]:
         """The same requests for the same workload and vocabulary."""
-        draw = random.Random(self.seed)
-        first, last = min(FIRST_TOKEN_ID, vocab_size - 1), min(LAST_TOKEN_ID, vocab_size - 1)
-        sampling = SamplingParams(max_tokens=self.output_len, temperature=0.0)
-        return [
-            NewRequest(f"request-{number}", tuple(draw.randint(first, last) for _ in range(self.input_len)), sampling)
-            for number in range(self.num_prompts)
-        ]
+        return draw_requests([(self.input_len, self.output_len)] * self.num_prompts, vocab_size)
 
 
 class _Record:

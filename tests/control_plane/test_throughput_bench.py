@@ -1,0 +1,55 @@
+"""`bench throughput` with a tiny dummy model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from control_plane.bench.throughput import Workload, run
+from control_plane.config import EngineConfig
+from control_plane.options import ConfigError
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 211,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> EngineConfig:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    threads = torch.get_num_threads()
+    yield EngineConfig(model=tmp_path, load_format="dummy", max_num_batched_tokens=32, max_num_seqs=4, num_threads=1)
+    torch.set_num_threads(threads)
+
+
+def test_a_run_counts_every_token_and_ends_in_one_json_line(engine, capsys):
+    result = run(engine, Workload(num_prompts=6, input_len=10, output_len=7))
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    assert result["tokens_per_s"] == pytest.approx(6 * (10 + 7) / result["total_s"], rel=1e-3)
+    # The last token of an output is never computed on.
+    assert result["mean_batch_tokens"] * result["num_steps"] == pytest.approx(6 * (10 + 7 - 1), rel=1e-3)
+
+
+def test_the_work_is_the_same_each_time_and_within_the_vocabulary():
+    work = Workload(num_prompts=3, input_len=50, output_len=2)
+    assert work.requests(211) == work.requests(211)
+    drawn = [token for request in work.requests(211) for token in request.prompt_token_ids]
+    assert min(drawn) >= 100
+    assert max(drawn) <= 210
+    assert len(set(drawn)) > 20
+
+
+@pytest.mark.parametrize(("input_len", "output_len"), [(100, 29), (0, 5), (5, 0)])
+def test_work_that_does_not_fit_is_refused(engine, input_len, output_len):
+    with pytest.raises(ConfigError, match="input-len"):
+        run(engine, Workload(num_prompts=1, input_len=input_len, output_len=output_len))
