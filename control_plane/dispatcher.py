@@ -88,8 +88,9 @@ class Dispatcher:
     def place(self, live: LiveRequest, link: Link) -> None:
         """Give a request to an instance, under an id that was never used before."""
         live.num_attempts += 1
+        live.placed_at = self._loop.time()
         engine_id = uuid.uuid4().hex
-        timeout_s = None if live.deadline is None else max(live.deadline - self._loop.time(), 0.0)
+        timeout_s = None if live.deadline is None else max(live.deadline - live.placed_at, 0.0)
         self._placed[live] = link, engine_id
         link.submit(replace(live.request, request_id=engine_id, timeout_s=timeout_s), live)
 
@@ -127,7 +128,6 @@ class Dispatcher:
 
     def _add_token(self, live: LiveRequest, token_id: int, position: int, now: float) -> bool:
         """Whether it could be taken; otherwise the request has ended."""
-        first = live.first_token_at is None
         try:
             if position != live.output.num_tokens + 1:
                 raise ValueError(f"token {position} came after token {live.output.num_tokens}")
@@ -140,8 +140,6 @@ class Dispatcher:
             self.end(live, FinishReason.FAILED, ApiError(ErrorKind.INTERNAL, "the output could not be processed"))
             return False
         self._on_token(live)
-        if first:
-            self._metrics.first_token(live.accepted_by, live.num_prompt_tokens, now - live.accepted_at)
         return True
 
     # Loss

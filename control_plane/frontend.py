@@ -220,7 +220,7 @@ class Frontend:
                 ErrorKind.OUT_OF_RANGE, f"resume_from_token: {resume_from} is not within what is kept, {first} to {end}"
             )
         live.stop_timer("reader")
-        return Reader(live, self._on_reader_left)
+        return Reader(live, self._count_first_token, self._on_reader_left)
 
     def _on_reader_left(self, live: LiveRequest) -> None:
         self._settled.set()
@@ -250,9 +250,16 @@ class Frontend:
     def _on_token(self, live: LiveRequest) -> None:
         self._admission.remove(live)
 
+    def _count_first_token(self, live: LiveRequest) -> None:
+        """Once per request, as soon as its first token is one that counts: a loss cannot undo it any more."""
+        if not live.counted and (ttft_s := live.ttft_s) is not None:
+            live.counted = True
+            self._metrics.first_token(live.accepted_by, live.num_prompt_tokens, ttft_s)
+
     def _on_end(self, live: LiveRequest, reason: FinishReason, error: ApiError | None, end: RequestEnd | None) -> None:
         self._admission.remove(live)
         live.stop_timer("deadline")
+        self._count_first_token(live)
         final = live.end(reason, self._loop.time(), error, end)
         self._metrics.ended(live.accepted_by, final, live.decode_s)
         for old in self._requests.keep_ended(live):

@@ -54,11 +54,11 @@ class LiveRequest:
         self.on_disconnect = on_disconnect
         self.accepted_at = accepted_at
         self.deadline = None if request.timeout_s is None else accepted_at + request.timeout_s
-        self.first_token_at: float | None = None
-        self.last_token_at: float | None = None
+        self.placed_at = accepted_at  # when it was given to its latest instance
         self.num_attempts = 0  # times that it was given to an instance
         self.final: Final | None = None  # set once
         self.has_reader = False
+        self.counted = False  # metrics know of its first token
         self.delivered = False  # a reader has had the final event
         self.accepted_by = ""  # metrics label: the instance that was chosen first
         self.timers: dict[str, asyncio.TimerHandle] = {}  # by purpose; none is left when it is forgotten
@@ -66,13 +66,21 @@ class LiveRequest:
         self._max_buffered_tokens = max_buffered_tokens
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._news = asyncio.Event()
-        self.restart()
+        self._begin(position=0)
 
     def restart(self) -> None:
-        """Forget the output; only while no reader has had any of it."""
-        self.output = OutputBuffer(self._max_buffered_tokens)
+        """Forget the output and its times; only while no reader has had any of it.
+
+        A reader that waits for a later token goes on waiting for that one: the output will be the same again.
+        """
+        self._begin(self.output.position if self.has_reader else 0)
+
+    def _begin(self, position: int) -> None:
+        self.output = OutputBuffer(self._max_buffered_tokens, position)
         self._detokenizer = self._make_detokenizer()
         self.last_token_id: int | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -89,6 +97,11 @@ class LiveRequest:
         if self.first_token_at is None:
             self.first_token_at = now
         self._news.set()
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From acceptance to the first token of the output that a reader can have; None when there is none."""
+        return None if self.first_token_at is None else self.first_token_at - self.accepted_at
 
     @property
     def decode_s(self) -> float | None:
@@ -108,8 +121,8 @@ class LiveRequest:
             num_output_tokens=self.output.num_tokens,
             num_cached_tokens=0 if told is None else told.num_cached_tokens,
             seed=self.request.sampling.seed,
-            queue_s=0.0 if told is None else told.queue_s,
-            ttft_s=None if self.first_token_at is None else self.first_token_at - self.accepted_at,
+            queue_s=0.0 if told is None else self.placed_at - self.accepted_at + told.queue_s,
+            ttft_s=self.ttft_s,
             total_s=now - self.accepted_at,
             num_preemptions=0 if told is None else told.num_preemptions,
         )

@@ -6,7 +6,8 @@ Names, meanings and buckets are vLLM's where it has the same thing, under `nanof
 - *accepted* counts requests that got an id; each ends once and is then counted in `requests_total` by outcome
   (completed, cancelled, expired, failed), so accepted = live + the sum of outcomes, per instance too: a request
   stays counted for the instance that was chosen first. Rejected ones were never accepted; they are counted apart.
-- `prompt_tokens_total` and `time_to_first_token_seconds` count a request when its first token comes,
+- `prompt_tokens_total` and `time_to_first_token_seconds` count a request when its first token is read, or at its
+  end when nobody has read; a token that is lost with its instance before is not its first.
   `generation_tokens_total` counts every token as it comes. `request_prompt_tokens` and `request_generation_tokens`
   observe, at its end, every request that had a first token, whatever its outcome. Once all have ended, the sums of
   the histograms are the counters; only `discarded_tokens_total`, output dropped when an instance was lost and the
@@ -116,7 +117,7 @@ class Metrics:
 
     @_never_raises
     def first_token(self, instance: str, num_prompt_tokens: int, ttft_s: float) -> None:
-        """A request's first token ever, not of each attempt."""
+        """A request's first token: once, of the attempt whose output was read, or of the last one."""
         metrics = self._of(instance)
         metrics.inc("prompt_tokens", num_prompt_tokens)
         metrics.observe("time_to_first_token_seconds", ttft_s)

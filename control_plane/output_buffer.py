@@ -16,12 +16,15 @@ class BufferFullError(Exception):
 class OutputBuffer:
     """Tokens are numbered from 0, kept or not. Holds at most three times its limit."""
 
-    def __init__(self, limit: int) -> None:
-        """limit: tokens that nobody has taken yet, at most; about as many taken ones are kept."""
+    def __init__(self, limit: int, position: int = 0) -> None:
+        """limit: tokens that nobody has taken yet, at most; about as many taken ones are kept.
+
+        position: the first token that take() gives; it may be one to come.
+        """
         self._limit = limit
         self._token_ids: list[int] = []
         self._texts: list[str] = []
-        self._position = 0  # the next token that take() gives
+        self.position = position  # the next token that take() gives
         self._num_taken = 0  # tokens before this one were given at some time
         self.first_kept = 0  # the oldest token that seek() can go back to
 
@@ -33,7 +36,7 @@ class OutputBuffer:
     @property
     def has_news(self) -> bool:
         """Whether take() has anything to give."""
-        return self._position < self.num_tokens
+        return self.position < self.num_tokens
 
     @property
     def was_read(self) -> bool:
@@ -47,7 +50,7 @@ class OutputBuffer:
         self._token_ids.append(token_id)
         self._texts.append(text)
         if len(self._token_ids) > 2 * self._limit:
-            drop = min(len(self._token_ids) - self._limit, self._position - self.first_kept)
+            drop = min(len(self._token_ids) - self._limit, self.position - self.first_kept)
             del self._token_ids[:drop], self._texts[:drop]
             self.first_kept += drop
 
@@ -55,11 +58,11 @@ class OutputBuffer:
         """Make take() go on with token `position`; False, and nothing changed, when it is not kept or not yet made."""
         if not self.first_kept <= position <= self.num_tokens:
             return False
-        self._position = position
+        self.position = position
         return True
 
     def take(self) -> Delta:
         """Everything from the position on."""
-        start = self._position - self.first_kept
-        self._position = self._num_taken = self.num_tokens
+        start = self.position - self.first_kept
+        self.position = self._num_taken = self.num_tokens
         return Delta(tuple(self._token_ids[start:]), "".join(self._texts[start:]), self.num_tokens)

@@ -18,9 +18,13 @@ class Reader:
     Use at once as an async context manager; leaving it is the reader's going away, wherever that happens.
     """
 
-    def __init__(self, live: LiveRequest, on_leave: Callable[[LiveRequest], None]) -> None:
+    def __init__(
+        self, live: LiveRequest, on_delta: Callable[[LiveRequest], None], on_leave: Callable[[LiveRequest], None]
+    ) -> None:
+        """on_delta is told of every Delta that is handed out, on_leave of the reader's end."""
         self._live = live
         live.has_reader = True
+        self._on_delta = on_delta
         self._on_leave = on_leave
         self._had_final = False
 
@@ -47,4 +51,6 @@ class Reader:
             raise StopAsyncIteration
         event = await self._live.next_event()
         self._had_final = isinstance(event, Final)
+        if not self._had_final:
+            self._on_delta(self._live)
         return event

@@ -333,6 +333,63 @@ async def test_when_an_instance_is_lost_the_unread_start_again_and_the_read_end_
     assert produced - discarded == metric_value(metrics, "nanoflow_request_generation_tokens_sum")
 
 
+async def test_times_of_a_request_that_started_again_are_those_of_the_tokens_that_were_read():
+    async with running_frontend(auto=False) as (frontend, metrics, instance):
+        accepted = await frontend.submit(GREEDY)
+        await until(lambda: instance.submitted)
+        instance.step(2)
+        await until(lambda: metric_value(metrics, "nanoflow_generation_tokens_total") == 2)
+        instance.lose()
+        await until(lambda: frontend.num_homeless == 1)
+        await asyncio.sleep(0.3)  # the recovery
+        frontend.attach(replacement := FakeInstance("fake-1"))
+        token_ids, final = await read(frontend.stream(accepted.request_id))
+        await replacement.close()
+    assert token_ids == output_of(PROMPT, 5)
+    assert final.queue_s >= 0.3
+    assert final.queue_s <= final.ttft_s <= final.total_s
+    assert metric_value(metrics, "nanoflow_time_to_first_token_seconds_count") == 1
+    assert metric_value(metrics, "nanoflow_time_to_first_token_seconds_sum") == final.ttft_s
+    assert metric_value(metrics, "nanoflow_prompt_tokens_total") == 3
+    gaps = metric_value(metrics, "nanoflow_inter_token_latency_seconds_count")
+    assert gaps == (2 - 1) + (5 - 1)
+    assert metric_value(metrics, "nanoflow_inter_token_latency_seconds_sum") < 0.3
+    assert metric_value(metrics, "nanoflow_request_decode_time_seconds_sum") < 0.3
+
+
+async def test_a_first_token_that_was_lost_and_never_came_again_counts_nowhere():
+    config = FrontendConfig(reattach_timeout_s=0.1)
+    async with running_frontend(config=config, auto=False) as (frontend, metrics, instance):
+        accepted = await frontend.submit(GREEDY)
+        await until(lambda: instance.submitted)
+        instance.step()
+        await until(lambda: metric_value(metrics, "nanoflow_generation_tokens_total") == 1)
+        instance.lose()
+        await until(lambda: frontend.num_homeless == 1)
+        token_ids, final = await read(frontend.stream(accepted.request_id))
+    assert (token_ids, final.ttft_s, final.num_output_tokens) == ([], None, 0)
+    assert metric_value(metrics, "nanoflow_time_to_first_token_seconds_count") == 0
+    assert metric_value(metrics, "nanoflow_prompt_tokens_total") == 0
+
+
+@pytest.mark.parametrize("resume_from", [0, 1, 3])
+async def test_a_reader_keeps_its_position_when_the_request_starts_again(resume_from):
+    async with running_frontend(auto=False) as (frontend, _, instance):
+        accepted = await frontend.submit(replace(GREEDY, max_tokens=8))
+        await until(lambda: instance.submitted)
+        instance.step(3)
+        live = frontend._requests.find("", accepted.request_id)
+        await until(lambda: live.output.num_tokens == 3)
+        reader = frontend.stream(accepted.request_id, resume_from=resume_from)
+        instance.lose()  # before the reader has asked for anything
+        await until(lambda: frontend.num_homeless == 1)
+        frontend.attach(replacement := FakeInstance("fake-1"))
+        token_ids, final = await asyncio.wait_for(read(reader), 5)
+        await replacement.close()
+    assert token_ids == output_of(PROMPT, 8)[resume_from:]
+    assert final.num_output_tokens == 8
+
+
 async def test_a_request_is_not_tried_for_ever():
     config = FrontendConfig(max_attempts=2)
     async with running_frontend(config=config, auto=False) as (frontend, _, instance):
