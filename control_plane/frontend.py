@@ -224,7 +224,7 @@ class Frontend:
 
     def _on_reader_left(self, live: LiveRequest) -> None:
         self._settled.set()
-        if live.on_disconnect is OnDisconnect.DETACH:
+        if live.on_disconnect is OnDisconnect.DETACH and self._requests.is_named(live):
             self._wait_for_reader(live)
             return
         if live.final is None:

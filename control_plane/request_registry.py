@@ -1,4 +1,4 @@
-"""All requests that a client can still name: live ones, and ended ones kept for a reader to come.
+"""All requests that concern a client: live ones, ended ones that are being read, ended ones kept for a reader to come.
 
 Ids are per owner, so nobody learns of another's. Knows nothing of what requests do.
 """
@@ -17,18 +17,23 @@ class RequestRegistry:
     def __init__(self, max_kept: int) -> None:
         """max_kept: ended requests at most; beyond, the one that ended first is forgotten."""
         self._max_kept = max_kept
-        self._requests: dict[tuple[str, str], LiveRequest] = {}
+        self._requests: dict[LiveRequest, None] = {}  # all of them
+        self._named: dict[tuple[str, str], LiveRequest] = {}  # by owner and id: those that a client can name
         self._ended: dict[LiveRequest, None] = {}  # in the order of their ends
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        return iter(list(self._requests.values()))
+        return iter(list(self._requests))
 
     @property
     def num_live(self) -> int:
         return len(self._requests) - len(self._ended)
 
     def find(self, owner: str, request_id: str) -> LiveRequest | None:
-        return self._requests.get((owner, request_id))
+        return self._named.get((owner, request_id))
+
+    def is_named(self, live: LiveRequest) -> bool:
+        """Whether a client can name it: it is not forgotten, nor has another request got its id."""
+        return self.find(live.owner, live.request_id) is live
 
     def check_free(self, owner: str, request_id: str) -> None:
         """Raises ALREADY_EXISTS when a live request has the id. Ids of ended ones may be used again."""
@@ -40,12 +45,14 @@ class RequestRegistry:
             )
 
     def add(self, live: LiveRequest) -> LiveRequest | None:
-        """Register; returns the ended request that had the id before, which is forgotten now."""
+        """Register; returns the ended request that had the id before, if it is to be forgotten now.
+
+        One with a reader loses its name only: it stays until its reader leaves.
+        """
         before = self.find(live.owner, live.request_id)
-        if before is not None:
-            self.forget(before)
-        self._requests[live.owner, live.request_id] = live
-        return before
+        self._requests[live] = None
+        self._named[live.owner, live.request_id] = live
+        return None if before is None or before.has_reader else before
 
     def keep_ended(self, live: LiveRequest) -> list[LiveRequest]:
         """Note that a request has ended; returns those that are to be forgotten to make room."""
@@ -55,6 +62,7 @@ class RequestRegistry:
 
     def forget(self, live: LiveRequest) -> None:
         """Idempotent."""
-        if self._requests.get((live.owner, live.request_id)) is live:
-            del self._requests[live.owner, live.request_id]
+        if self.is_named(live):
+            del self._named[live.owner, live.request_id]
+        self._requests.pop(live, None)
         self._ended.pop(live, None)

@@ -470,6 +470,24 @@ async def test_drain_refuses_new_requests_and_lets_live_ones_finish():
         assert await draining is True
 
 
+async def test_drain_waits_for_the_reader_of_an_ended_request_whose_id_was_used_again():
+    async with running_frontend() as (frontend, _, _):
+        request = replace(GREEDY, request_id="it")
+        first = await frontend.generate(request)
+        async with first:
+            await until(lambda: frontend.num_live == 0)
+            await read(await frontend.generate(request))
+            assert frontend.num_live == 0
+            draining = asyncio.create_task(frontend.drain(10))
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+            events = [event async for event in first]
+        assert await draining is True
+        assert events[0].token_ids == tuple(output_of(PROMPT, 5))
+        assert len(events) == 2
+        assert list(frontend._requests) == [frontend._requests.find("", "it")]
+
+
 async def test_drain_ends_what_does_not_finish_in_time():
     async with running_frontend(auto=False) as (frontend, metrics, instance):
         reading = asyncio.create_task(read(await frontend.generate(GREEDY)))
