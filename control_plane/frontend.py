@@ -114,6 +114,11 @@ class Frontend:
         """Of those, requests that wait for an instance to come back."""
         return self._dispatcher.num_homeless
 
+    @property
+    def needs_instance(self) -> bool:
+        """Whether an instance that is lost must be replaced: in a drain only for requests that have no other."""
+        return not self.draining or self.num_homeless > 0
+
     # The end
 
     def start_draining(self) -> None:

@@ -17,6 +17,7 @@ import ray
 from control_plane.cluster import InstanceConfig, RayInstance, connect, start_instance
 from control_plane.config import EngineConfig, ServerConfig
 from control_plane.engine import model_info, scheduler_config, worker_config
+from control_plane.exit_watchdog import exit_within
 from control_plane.frontend import Frontend
 from control_plane.grpc_admin import ServerInfo
 from control_plane.grpc_server import GrpcConfig, GrpcServer
@@ -28,6 +29,8 @@ from control_plane.validation import Limits
 from worker.executor import Worker
 
 log = logging.getLogger(__name__)
+
+EXIT_TIMEOUT_S = 30.0  # after the drain, for taking everything down
 
 
 async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int:
@@ -69,12 +72,16 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
 
         supervisor = asyncio.create_task(Supervisor(start, frontend).run(started))
         stack.push_async_callback(_cancel, supervisor)
+        stack.callback(exit_within, EXIT_TIMEOUT_S)
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([supervisor, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if supervisor.done():
+        if supervisor.done() and not frontend.instances.ever_attached:
             supervisor.result()  # the first start failed: raises
         drained = await frontend.drain(server.shutdown_timeout)
         await grpc_server.stop(1.0)
+        if supervisor.done():  # it never ends by itself
+            log.critical("stopped, for nobody looks after the instance any more: %r", supervisor.exception())
+            return 1
         return 0 if drained else 1
 
 

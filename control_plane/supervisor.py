@@ -16,10 +16,15 @@ logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5  # before the second attempt in a row; each one more waits twice as long
 LONGEST_PAUSE_S = 30.0
+CLOSE_TIMEOUT_S = 15.0  # taking an instance down; what has not gone by then is left to the cluster
 
 
 class InstanceHost(Protocol):
     """What takes instances: the front end."""
+
+    @property
+    def needs_instance(self) -> bool:
+        """Whether there is work for an instance, or may be; when a lost one was not replaced, there will be none."""
 
     def attach(self, instance: Instance) -> Awaitable[None]:
         """Use the instance from now on; the awaitable ends when it is lost."""
@@ -32,35 +37,56 @@ class Supervisor:
         """`start` makes a ready instance."""
         self._start = start
         self._host = host
-        self._instance: Instance | None = None
+        self._instance: Instance | None = None  # the latest, until it is taken down
+        self._pause_s = 0.0  # before the next attempt; 0 until the first has succeeded
 
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Keep an instance attached until cancelled; `started` is told each time that there is one.
 
         Raises what the first start raised: a server that never worked should end and say so. Later failures are
-        logged and tried again, with growing pauses.
+        logged and tried again, with growing pauses. While the host drains and nobody waits for an instance, a lost
+        one is not replaced.
         """
-        pause_s = FIRST_PAUSE_S
         try:
-            while True:
-                try:
-                    self._instance = await self._start()
-                except Exception:
-                    if self._instance is None:
-                        raise
-                    logger.exception("the instance could not be started again; next attempt in %g s", pause_s)
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-                    continue
-                pause_s = FIRST_PAUSE_S
-                lost = self._host.attach(self._instance)
-                started()
-                await lost
-                logger.warning("%s is lost; starting another", self._instance.name)
-                try:
-                    await self._instance.close()
-                except Exception:
-                    logger.exception("what was left of %s could not be taken down", self._instance.name)
+            while self._host.needs_instance:
+                if await self._try_start():
+                    await self._attach(started)
+            await asyncio.get_running_loop().create_future()  # nothing is left to do but to be cancelled
         finally:
-            if self._instance is not None:
-                await self._instance.close()
+            await self._close()
+
+    async def _try_start(self) -> bool:
+        """Whether there is an instance now; after a failure there is a pause first."""
+        try:
+            self._instance = await self._start()
+        except Exception:
+            if not self._pause_s:
+                raise
+            logger.exception("the instance could not be started again; next attempt in %g s", self._pause_s)
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            return False
+        self._pause_s = FIRST_PAUSE_S
+        return True
+
+    async def _attach(self, started: Callable[[], None]) -> None:
+        """Until it is lost."""
+        assert self._instance is not None
+        lost = self._host.attach(self._instance)
+        started()
+        await lost
+        logger.warning("%s is lost", self._instance.name)
+        await self._close()
+
+    async def _close(self) -> None:
+        """Take the latest instance down. Never raises, and takes no longer than CLOSE_TIMEOUT_S."""
+        instance, self._instance = self._instance, None
+        if instance is None:
+            return
+        try:
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await instance.close()
+        except TimeoutError:
+            logger.error("%s could not be taken down within %g s", instance.name, CLOSE_TIMEOUT_S)
+        except Exception:
+            logger.exception("what was left of %s could not be taken down", instance.name)

@@ -488,6 +488,23 @@ async def test_drain_waits_for_the_reader_of_an_ended_request_whose_id_was_used_
         assert list(frontend._requests) == [frontend._requests.find("", "it")]
 
 
+async def test_a_drain_needs_an_instance_only_for_requests_that_have_lost_theirs():
+    async with running_frontend(auto=False) as (frontend, _, instance):
+        reading = asyncio.create_task(read(await frontend.generate(GREEDY)))
+        await until(lambda: instance.submitted)
+        assert frontend.needs_instance
+        draining = asyncio.create_task(frontend.drain(10))
+        await until(lambda: not frontend.needs_instance)
+        instance.lose()
+        await until(lambda: frontend.num_homeless == 1)
+        assert frontend.needs_instance
+        frontend.attach(replacement := FakeInstance("fake-1"))
+        assert (await reading)[0] == output_of(PROMPT, 5)
+        assert await draining is True
+        assert not frontend.needs_instance
+        await replacement.close()
+
+
 async def test_drain_ends_what_does_not_finish_in_time():
     async with running_frontend(auto=False) as (frontend, metrics, instance):
         reading = asyncio.create_task(read(await frontend.generate(GREEDY)))

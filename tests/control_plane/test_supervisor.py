@@ -16,12 +16,20 @@ class FakeInstance:
         self.name = "instance"
         self.lost = asyncio.Event()
         self.num_closed = 0
+        self.close_error: Exception | None = None
+        self.hangs = False
 
     async def close(self) -> None:
         self.num_closed += 1
+        if self.close_error is not None:
+            raise self.close_error
+        if self.hangs:
+            await asyncio.Event().wait()
 
 
 class FakeHost:
+    needs_instance = True
+
     def attach(self, instance: FakeInstance) -> Awaitable[object]:
         return instance.lost.wait()
 
@@ -69,3 +77,53 @@ async def test_a_lost_instance_is_closed_and_replaced_however_often_the_start_fa
     with pytest.raises(asyncio.CancelledError):
         await task
     assert start.instances[1].num_closed == 1
+
+
+async def test_while_draining_a_lost_instance_is_not_replaced_and_the_supervisor_stays_until_it_is_cancelled():
+    start, host = Starter(), FakeHost()
+    task = asyncio.create_task(Supervisor(start, host).run())
+    await until(lambda: start.instances)
+    host.needs_instance = False
+    start.instances[0].lost.set()
+    await until(lambda: start.instances[0].num_closed)
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    assert start.num_attempts == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_failing_starts_are_given_up_when_nobody_waits_for_them_any_more(monkeypatch):
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.001)
+    start, host = Starter(*range(1, 1000)), FakeHost()
+    task = asyncio.create_task(Supervisor(start, host).run())
+    await until(lambda: start.instances)
+    start.instances[0].lost.set()
+    await until(lambda: start.num_attempts >= 3)
+    host.needs_instance = False
+    await asyncio.sleep(0.05)
+    num_attempts = start.num_attempts
+    await asyncio.sleep(0.3)
+    assert start.num_attempts == num_attempts
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs"])
+async def test_an_instance_that_cannot_be_taken_down_neither_ends_nor_holds_the_supervisor(monkeypatch, fault):
+    monkeypatch.setattr(supervisor, "CLOSE_TIMEOUT_S", 0.05)
+    start = Starter()
+    task = asyncio.create_task(Supervisor(start, FakeHost()).run())
+    for number in range(2):
+        await until(lambda: len(start.instances) == number + 1)  # noqa: B023 - awaited here
+        instance = start.instances[number]
+        instance.close_error, instance.hangs = (RuntimeError("stuck") if fault == "raises" else None), fault == "hangs"
+        if number == 0:
+            instance.lost.set()
+    task.cancel()
+    async with asyncio.timeout(5):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    assert [instance.num_closed for instance in start.instances] == [1, 1]
