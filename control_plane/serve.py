@@ -70,17 +70,19 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
         async def start() -> RayInstance:
             return await start_instance("instance-0", config, show)
 
-        supervisor = asyncio.create_task(Supervisor(start, frontend).run(started))
-        stack.push_async_callback(_cancel, supervisor)
+        supervisor = Supervisor(start, frontend)
+        stack.push_async_callback(supervisor.close)
+        supervising = asyncio.create_task(supervisor.run(started))
+        stack.push_async_callback(_cancel, supervising)
         stack.callback(exit_within, EXIT_TIMEOUT_S)
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait([supervisor, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if supervisor.done() and not frontend.instances.ever_attached:
-            supervisor.result()  # the first start failed: raises
+        await asyncio.wait([supervising, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if supervising.done() and not frontend.instances.ever_attached:
+            supervising.result()  # the first start failed: raises
         drained = await frontend.drain(server.shutdown_timeout)
         await grpc_server.stop(1.0)
-        if supervisor.done():  # it never ends by itself
-            log.critical("stopped, for nobody looks after the instance any more: %r", supervisor.exception())
+        if supervising.done():  # it never ends by itself
+            log.critical("stopped, for nobody looks after the instance any more: %r", supervising.exception())
             return 1
         return 0 if drained else 1
 

@@ -43,17 +43,28 @@ class Supervisor:
     async def run(self, started: Callable[[], None] = lambda: None) -> None:
         """Keep an instance attached until cancelled; `started` is told each time that there is one.
 
+        However this ends, the instance stays as it is, so that its requests can finish: close() comes last.
         Raises what the first start raised: a server that never worked should end and say so. Later failures are
         logged and tried again, with growing pauses. While the host drains and nobody waits for an instance, a lost
         one is not replaced.
         """
+        while self._host.needs_instance:
+            if await self._try_start():
+                await self._attach(started)
+        await asyncio.get_running_loop().create_future()  # nothing is left to do but to be cancelled
+
+    async def close(self) -> None:
+        """Take the instance down, if there is one. Never raises, takes CLOSE_TIMEOUT_S at most. Idempotent."""
+        instance, self._instance = self._instance, None
+        if instance is None:
+            return
         try:
-            while self._host.needs_instance:
-                if await self._try_start():
-                    await self._attach(started)
-            await asyncio.get_running_loop().create_future()  # nothing is left to do but to be cancelled
-        finally:
-            await self._close()
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await instance.close()
+        except TimeoutError:
+            logger.error("%s could not be taken down within %g s", instance.name, CLOSE_TIMEOUT_S)
+        except Exception:
+            logger.exception("what was left of %s could not be taken down", instance.name)
 
     async def _try_start(self) -> bool:
         """Whether there is an instance now; after a failure there is a pause first."""
@@ -76,17 +87,4 @@ class Supervisor:
         started()
         await lost
         logger.warning("%s is lost", self._instance.name)
-        await self._close()
-
-    async def _close(self) -> None:
-        """Take the latest instance down. Never raises, and takes no longer than CLOSE_TIMEOUT_S."""
-        instance, self._instance = self._instance, None
-        if instance is None:
-            return
-        try:
-            async with asyncio.timeout(CLOSE_TIMEOUT_S):
-                await instance.close()
-        except TimeoutError:
-            logger.error("%s could not be taken down within %g s", instance.name, CLOSE_TIMEOUT_S)
-        except Exception:
-            logger.exception("what was left of %s could not be taken down", instance.name)
+        await self.close()

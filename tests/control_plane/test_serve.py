@@ -83,6 +83,7 @@ async def test_live_streams_finish_before_the_end(monkeypatch, capsys, caplog, s
     assert await asyncio.wait_for(serving.task, 10) == (0 if why == "sigterm" else 1)
     lines = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
     assert [("a fault of ours" in line, "\n" in line) for line in lines] == [(True, False)] * (why == "supervisor")
+    assert serving.instances[0].closed
     assert serving.exit_bounds == [serve.EXIT_TIMEOUT_S]
 
 
