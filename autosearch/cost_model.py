@@ -141,12 +141,10 @@ def capacity(model: KnownModel, gpu: GpuSpec, num_gpus: int, lengths: RequestLen
     """Requests and B_dense that fit beside the weights; zeros where the weights alone do not fit."""
     spec = model.spec
     free = max(0.0, num_gpus * gpu.memory_gb * 1e9 - ELEMENT_BYTES * model.exact.total)
-    requests = free / (kv_bytes_per_token(spec) * max(1.0, lengths.mean_context))
+    kv_tokens = free / kv_bytes_per_token(spec)
     every_head = replace(spec, num_kv_heads=spec.num_heads)
     without_gqa = free / (kv_bytes_per_token(every_head) * max(1.0, lengths.mean_context))
-    # A resident request decodes one row a step while it decodes; prefill adds its share of rows.
-    batch = requests / lengths.decode_share if lengths.decode_share else requests * lengths.input_len
-    return Capacity(requests, int(batch), without_gqa)
+    return Capacity(kv_tokens / max(1.0, lengths.mean_context), int(lengths.steady_rows(kv_tokens)), without_gqa)
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autosearch.errors import AutosearchError
 
+BATCH_STEP = 128  # fitted batch sizes are multiples of it: whole tiles of the GEMM kernels
 ROW_TILE = 64  # rows that attention kernels take at a time; estimates of row counts are whole tiles
 
 
@@ -39,6 +40,15 @@ class RequestLengths:
     def mean_context(self) -> float:
         """Tokens of KV that a decode reads on average: the prompt and half of the output."""
         return self.input_len + self.output_len / 2
+
+    def steady_rows(self, kv_tokens: float) -> float:
+        """Rows of the constant batch that so much KV keeps full.
+
+        It holds the requests that fit at their mean context. Each decodes one row a step, and prefill adds its
+        share of rows.
+        """
+        requests = kv_tokens / max(1.0, self.mean_context)
+        return requests / self.decode_share if self.decode_share else requests * self.input_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,17 @@ def from_lengths(batch_tokens: int, lengths: RequestLengths) -> Workload:
         decode_rows * lengths.mean_context,
         (batch_tokens - decode_rows) * lengths.input_len,
     )
+
+
+def fitted_batch_tokens(kv_tokens: int, input_len: int, output_len: int, at_most: int) -> int:
+    """B_dense for requests of these mean lengths on an engine that holds kv_tokens tokens of KV, in [1, at_most].
+
+    A larger one could not be kept full: its iterations would wait for memory, not for work. Whole multiples of
+    BATCH_STEP, unless less than one of them fits.
+    """
+    rows = int(RequestLengths(input_len, output_len).steady_rows(kv_tokens))
+    whole = rows // BATCH_STEP * BATCH_STEP
+    return max(1, min(whole or rows, at_most))
 
 
 def from_bucket(batch_tokens: int, decode_share: float, mean_context: float) -> Workload:
