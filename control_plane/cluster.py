@@ -21,6 +21,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from control_plane.instance import InstanceLost
+from control_plane.pulse import first_done, until_silent
 from scheduler.actor import SchedulerActor
 from scheduler.plan import Cancel, EngineCapacity, OutputBatch
 from scheduler.request import NewRequest
@@ -30,8 +31,8 @@ from worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0  # the scheduler actor answers at least this often
-SILENCE_S = 10.0  # an actor that says nothing for this long is taken for dead
+POLL_S = 0.5  # the scheduler actor answers at least this often; workers are asked after each such pause
+SILENCE_S = 4.0  # an actor that does not answer for this long is taken for dead; busy ones answer
 
 
 class StartError(RuntimeError):
@@ -86,6 +87,10 @@ class RayInstance:
         self._workers = list(workers)
         # Calls that never return: they fail at once when their actor dies, even while nothing runs.
         self._lifelines = [asyncio.ensure_future(_wait(worker.lifeline.remote())) for worker in workers]
+        # They end when a worker is alive and answers no more, for example because it was stopped.
+        self._pulses = [
+            asyncio.ensure_future(until_silent(worker.progress.remote, POLL_S, SILENCE_S)) for worker in workers
+        ]
 
     async def submit(self, requests: Sequence[NewRequest]) -> None:
         """Queue requests for the next plan. Raises InstanceLost."""
@@ -108,19 +113,21 @@ class RayInstance:
 
     async def close(self) -> None:
         """End all actors and give their resources back. Idempotent."""
-        for lifeline in self._lifelines:
-            lifeline.cancel()
+        for watch in (*self._lifelines, *self._pulses):
+            watch.cancel()
         await asyncio.to_thread(_take_down, self._group, [self._scheduler, *self._workers])
 
     async def _call(self, ref: Any) -> Any:
         answer = asyncio.ensure_future(_wait(ref))
-        done, _ = await asyncio.wait([answer, *self._lifelines], timeout=SILENCE_S, return_when=asyncio.FIRST_COMPLETED)
+        done = await first_done([answer, *self._lifelines, *self._pulses], SILENCE_S)
         try:
             if answer in done:
                 return answer.result()
             if not done:
                 raise InstanceLost(f"{self.name}: its scheduler has not answered for {SILENCE_S:g} s")
-            raise InstanceLost(f"{self.name}: a worker process ended")
+            for watch in done:
+                watch.result()  # raises when the worker has ended
+            raise InstanceLost(f"{self.name}: a worker has not answered for {SILENCE_S:g} s")
         except RayError as error:
             raise InstanceLost(f"{self.name}: {describe(error)}") from error
         finally:

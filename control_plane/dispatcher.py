@@ -30,7 +30,7 @@ Link = InstanceLink[LiveRequest]
 class FrontendConfig:
     """How the front end treats its instances."""
 
-    stall_timeout_s: float = 30.0  # an instance with work that ends no iteration for so long is not healthy
+    stall_timeout_s: float = 30.0  # an instance with work that ends no iteration for so long is not healthy, at most
     max_attempts: int = 3  # instances that a request may be given to, one after the other, as they are lost
     reattach_timeout_s: float = 60.0  # a request whose instance was lost waits this long for another
     retry_after_s: float = 1.0  # hint to clients that were refused

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from control_plane.instance import Instance, InstanceLost
+from control_plane.step_pace import StepPace
 from scheduler.plan import Cancel, LoadReport, OutputBatch
 from scheduler.request import FinishReason, NewRequest
 
@@ -27,9 +28,11 @@ class InstanceLink(Generic[T]):
     def __init__(
         self,
         instance: Instance,
+        stall_timeout_s: float,
         on_outputs: Callable[[InstanceLink[T], OutputBatch], None],
         on_lost: Callable[[InstanceLink[T]], None],
     ) -> None:
+        """stall_timeout_s: with work and no iteration ended for so long it has stalled; less once it has a pace."""
         self.instance = instance
         self.assigned: dict[str, T] = {}  # by engine id: submitted, and not ended as far as is known here
         self.lost = asyncio.get_running_loop().create_future()  # done when the instance is lost
@@ -37,6 +40,7 @@ class InstanceLink(Generic[T]):
         self.batch_fill = 0.0  # of the last iteration, 0..1
         self.prefix_queries = 0  # prompt tokens looked up so far
         self.prefix_hits = 0
+        self._pace = StepPace(instance.capacity.max_batch_tokens, stall_timeout_s)
         self._on_outputs = on_outputs
         self._on_lost = on_lost
         self._now = asyncio.get_running_loop().time
@@ -62,9 +66,9 @@ class InstanceLink(Generic[T]):
             self._cancels.append(Cancel(engine_id, reason))
             self._to_send.set()
 
-    def stalled_for_s(self) -> float:
-        """Seconds for which work was there and no iteration ended."""
-        return self._now() - self._last_progress if self.assigned else 0.0
+    def is_stalled(self) -> bool:
+        """Whether work is there and no iteration has ended for longer than one can be expected to take."""
+        return bool(self.assigned) and self._now() - self._last_progress > self._pace.allowed_s
 
     def tokens_per_s(self) -> float:
         """Output tokens per second of late."""
@@ -107,6 +111,8 @@ class InstanceLink(Generic[T]):
             self._forget_old(now)
         if (stats := batch.stats) is not None:
             self._last_progress = now
+            if stats.num_tokens:
+                self._pace.note(stats.num_tokens, stats.run_s)
             self.batch_fill = stats.num_tokens / max(stats.batch_tokens, 1)
             self.prefix_queries += stats.prefix_queries
             self.prefix_hits += stats.prefix_hits

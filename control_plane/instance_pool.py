@@ -33,7 +33,7 @@ class InstancePool(Generic[T]):
         on_batch: Callable[[InstanceLink[T], OutputBatch], None],
         on_lost: Callable[[InstanceLink[T]], None],
     ) -> None:
-        """stall_timeout_s: an instance with work that ends no iteration for this long is not healthy."""
+        """stall_timeout_s: an instance with work that ends no iteration for this long is not healthy (see StepPace)."""
         self.ever_attached = False
         self._stall_timeout_s = stall_timeout_s
         self._on_batch = on_batch
@@ -45,13 +45,13 @@ class InstancePool(Generic[T]):
 
     def attach(self, instance: Instance) -> InstanceLink[T]:
         """Use an instance until it is lost."""
-        link = InstanceLink(instance, self._on_batch, self._remove)
+        link = InstanceLink(instance, self._stall_timeout_s, self._on_batch, self._remove)
         self._links.append(link)
         self.ever_attached = True
         return link
 
     def is_healthy(self, link: InstanceLink[T]) -> bool:
-        return link.stalled_for_s() <= self._stall_timeout_s
+        return not link.is_stalled()
 
     def least_loaded(self) -> InstanceLink[T] | None:
         """The healthy instance with the fewest requests."""

@@ -9,6 +9,7 @@ import pytest
 from fake_instance import FakeInstance, output_of
 from harness import MODEL, metric_value, running_frontend, until
 
+from control_plane import step_pace
 from control_plane.errors import ApiError, ErrorKind
 from control_plane.frontend import FrontendConfig
 from control_plane.generation import CancelOutcome, Delta, Final, GenerationRequest, OnDisconnect, TokenPrompt
@@ -452,6 +453,19 @@ async def test_health_comes_from_the_engine():
         await reading
         assert frontend.health().ready
         await instance.close()
+
+
+async def test_once_it_has_a_pace_a_stall_is_noticed_long_before_the_stall_timeout(monkeypatch):
+    monkeypatch.setattr(step_pace, "SHORTEST_S", 0.1)
+    async with running_frontend() as (frontend, _, instance):
+        await read(await frontend.generate(replace(GREEDY, prompt=TokenPrompt(PROMPT * 20))))
+        instance.stalled = True
+        reading = asyncio.create_task(read(await frontend.generate(GREEDY)))
+        assert frontend.health().ready
+        await until(lambda: not frontend.health().ready, timeout_s=2)
+        instance.stalled = False
+        await reading
+        assert frontend.health().ready
 
 
 async def test_drain_refuses_new_requests_and_lets_live_ones_finish():
