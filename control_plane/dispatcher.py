@@ -107,6 +107,9 @@ class Dispatcher:
 
     def _on_batch(self, link: Link, batch: OutputBatch) -> None:
         now = self._loop.time()
+        for start in batch.starts:
+            if (live := link.assigned.get(start.request_id)) is not None:
+                live.start = start
         gaps_s: list[float] = []
         num_tokens = 0
         columns = zip(batch.request_ids, batch.token_ids.tolist(), batch.num_output_tokens.tolist(), strict=True)

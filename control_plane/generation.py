@@ -93,7 +93,7 @@ class Final:
     num_output_tokens: int
     num_cached_tokens: int  # prompt tokens found in the prefix cache
     seed: int  # the one used
-    queue_s: float  # from acceptance to its first iteration, as the engine saw it
+    queue_s: float  # from acceptance to its first iteration, or to the end when it never ran
     ttft_s: float | None  # from acceptance to the first token; None: there was none
     total_s: float  # from acceptance to the end
     num_preemptions: int

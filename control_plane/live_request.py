@@ -12,7 +12,7 @@ from typing import Protocol
 from control_plane.errors import ApiError
 from control_plane.generation import Delta, Final, OnDisconnect
 from control_plane.output_buffer import OutputBuffer
-from scheduler.plan import RequestEnd
+from scheduler.plan import RequestEnd, RequestStart
 from scheduler.request import FinishReason, NewRequest
 
 
@@ -81,6 +81,7 @@ class LiveRequest:
         self.last_token_id: int | None = None
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
+        self.start: RequestStart | None = None  # the engine's latest word, while it has not ended the request
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -113,18 +114,20 @@ class LiveRequest:
     def end(self, reason: FinishReason, now: float, error: ApiError | None, told: RequestEnd | None) -> Final:
         """Set the final event; must be called once. `told` is the engine's word, None when it was not waited for."""
         assert self.final is None, "a request ends once"
+        known = told or self.start
+        started_s = now - self.placed_at if known is None else known.queue_s
         self.final = Final(
             finish_reason=reason,
             error=error,
             matched_stop_token=self.last_token_id if reason is FinishReason.STOP else None,
             num_prompt_tokens=self.num_prompt_tokens,
             num_output_tokens=self.output.num_tokens,
-            num_cached_tokens=0 if told is None else told.num_cached_tokens,
+            num_cached_tokens=0 if known is None else known.num_cached_tokens,
             seed=self.request.sampling.seed,
-            queue_s=0.0 if told is None else self.placed_at - self.accepted_at + told.queue_s,
+            queue_s=self.placed_at - self.accepted_at + started_s,
             ttft_s=self.ttft_s,
             total_s=now - self.accepted_at,
-            num_preemptions=0 if told is None else told.num_preemptions,
+            num_preemptions=0 if known is None else known.num_preemptions,
         )
         self._news.set()
         return self.final

@@ -101,6 +101,16 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestStart:
+    """A request has been given a slot; again after each preemption."""
+
+    request_id: str
+    num_cached_tokens: int  # prompt tokens that came from the prefix cache, at its first start
+    queue_s: float  # from arrival to its first start
+    num_preemptions: int  # before this start
+
+
+@dataclass(frozen=True, slots=True)
 class RequestEnd:
     """A request's last news. Every request that was submitted gets exactly one."""
 
@@ -149,8 +159,8 @@ class LoadReport:
 class OutputBatch:
     """All that happened in one iteration, one message for all streams.
 
-    Tokens are columns, because a thousand streams get one each in every step. Read the tokens first, then
-    the ends: a request's last token and its end come in the same batch.
+    Tokens are columns, because a thousand streams get one each in every step. Read the starts first, then the
+    tokens, then the ends: a request's first token and its end may come in the same batch.
     """
 
     request_ids: tuple[str, ...]  # [tokens] requests that got a token, each at most once
@@ -159,6 +169,7 @@ class OutputBatch:
     ends: tuple[RequestEnd, ...]
     stats: StepStats | None  # None when no iteration ran (for example a cancel while idle)
     load: LoadReport
+    starts: tuple[RequestStart, ...] = ()  # of this iteration; those of requests that have ended before are left out
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ from scheduler.plan import (
     LoadReport,
     OutputBatch,
     RequestEnd,
+    RequestStart,
     StepResult,
     StepStats,
 )
@@ -164,6 +165,7 @@ class Scheduler:
         if result.step != plan.step or len(result.sampled) != np.count_nonzero(plan.samples):
             raise ExecutorError(f"step {plan.step} was answered by a result that is not its own")
         self._residence.step_finished()
+        starts = self._starts(unfinished.draft)
         wasted = int(plan.counts[self._slots.state[plan.slots] == SlotState.ENDED].sum())
         for fault in result.faults:
             if self._slots.state[fault.slot] not in (SlotState.FREE, SlotState.ENDED):
@@ -171,7 +173,7 @@ class Scheduler:
         self._save_full_pages(plan)
         tokens = self._take_tokens(plan, result, now)
         self._residence.free_left()
-        return self._batch(tokens, _stats(unfinished, result, wasted, late))
+        return self._batch(tokens, _stats(unfinished, result, wasted, late), starts)
 
     def take_ends(self) -> OutputBatch | None:
         """Ends that no iteration has told yet (refused, cancelled, expired), or None."""
@@ -230,9 +232,19 @@ class Scheduler:
             self._end(table.request(int(slots[i])), reason, now)
         return tokens
 
-    def _batch(self, tokens: _Tokens, stats: StepStats | None) -> OutputBatch:
+    def _starts(self, draft: PlanDraft) -> tuple[RequestStart, ...]:
+        """Of the requests that the plan has started, those that have not ended since."""
+        found = (self._requests.get(start.request_id) for start in draft.starts)
+        return tuple(
+            RequestStart(each.request.request_id, each.num_cached, each.queue_s, each.num_preemptions)
+            for each in found
+            if each is not None
+        )
+
+    def _batch(self, tokens: _Tokens, stats: StepStats | None, starts: tuple[RequestStart, ...] = ()) -> OutputBatch:
         ends, self._ends = tuple(self._ends), []
-        return OutputBatch(tokens.request_ids, tokens.token_ids, tokens.num_output_tokens, ends, stats, self.load())
+        columns = tokens.request_ids, tokens.token_ids, tokens.num_output_tokens
+        return OutputBatch(*columns, ends, stats, self.load(), starts)
 
     # --- ends ---
 

@@ -11,10 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from control_plane.instance import InstanceLost
-from scheduler.plan import Cancel, EngineCapacity, LoadReport, OutputBatch, RequestEnd, ScheduleBucket, StepStats
+from scheduler.plan import (
+    Cancel,
+    EngineCapacity,
+    LoadReport,
+    OutputBatch,
+    RequestEnd,
+    RequestStart,
+    ScheduleBucket,
+    StepStats,
+)
 from scheduler.request import FinishReason, NewRequest
 
 PAGE_SIZE = 16
+QUEUE_S = 0.001  # what each request is said to have waited
 
 
 def token_at(prompt: Sequence[int], position: int, vocab_size: int = 256) -> int:
@@ -47,6 +57,7 @@ class FakeInstance:
         self.step_s = step_s
         self.chunk = chunk  # prompt tokens per step and request
         self.vocab_size = vocab_size
+        self.num_cached = 0  # prompt tokens that each request is said to have found in the prefix cache
         self.fail_on: dict[tuple[int, ...], str] = {}  # prompts that end as FAILED, with what message
         self.submitted: list[NewRequest] = []
         self.cancelled: list[Cancel] = []
@@ -134,8 +145,10 @@ class FakeInstance:
                 self._step()
 
     def _step(self):
+        starts = []
         while self._waiting and len(self._running) < self.capacity.max_slots:
             self._running.append(self._waiting.pop(0))
+            starts.append(RequestStart(self._running[-1].request.request_id, self.num_cached, QUEUE_S, 0))
         tokens, ends, num_tokens, num_decodes = [], [], 0, 0
         for run in list(self._running):
             prompt, sampling = run.request.prompt_token_ids, run.request.sampling
@@ -179,12 +192,12 @@ class FakeInstance:
             run_s=0.001,
         )
         self.num_steps += 1
-        self._put(tokens, ends, stats)
+        self._put(tokens, ends, stats, starts)
 
     def _end(self, run, reason, error=""):
-        return RequestEnd(run.request.request_id, reason, run.num_output, 0, 0.001, 0, error)
+        return RequestEnd(run.request.request_id, reason, run.num_output, self.num_cached, QUEUE_S, 0, error)
 
-    def _put(self, tokens, ends, stats):
+    def _put(self, tokens, ends, stats, starts=()):
         live = sum(-(-(len(run.request.prompt_token_ids) + run.num_output) // PAGE_SIZE) for run in self._running)
         load = LoadReport(
             num_running=len(self._running),
@@ -199,5 +212,5 @@ class FakeInstance:
         assert max(Counter(ids).values(), default=1) == 1
         token_ids = np.array([token for _, token, _ in tokens], np.int32)
         positions = np.array([position for _, _, position in tokens], np.int32)
-        self._outputs.append(OutputBatch(ids, token_ids, positions, tuple(ends), stats, load))
+        self._outputs.append(OutputBatch(ids, token_ids, positions, tuple(ends), stats, load, tuple(starts)))
         self._news.set()

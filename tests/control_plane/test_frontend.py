@@ -133,6 +133,27 @@ async def test_cancel_frees_the_engine_and_ends_the_stream_once(state):
     assert metric_value(metrics, "nanoflow_requests_total", outcome="cancelled") >= 1
 
 
+async def test_what_is_known_of_a_request_is_told_when_it_is_cancelled_or_expires():
+    async with running_frontend(auto=False, max_slots=2) as (frontend, metrics, instance):
+        instance.num_cached = 2
+        started = [
+            await frontend.generate(replace(GREEDY, request_id="cancelled")),
+            await frontend.generate(replace(GREEDY, timeout_s=0.1)),
+        ]
+        waiting = await frontend.generate(replace(GREEDY, timeout_s=0.1))
+        await until(lambda: instance.num_held == 3)
+        instance.step()
+        await until(lambda: metric_value(metrics, "nanoflow_generation_tokens_total") == 2)
+        frontend.cancel("cancelled")
+        finals = [final for _, final in await asyncio.gather(*map(read, [*started, waiting]))]
+    for final in finals[:2]:
+        assert (final.num_cached_tokens, final.num_output_tokens) == (2, 1)
+        assert 0.001 <= final.queue_s < 0.05
+    assert (finals[2].num_cached_tokens, finals[2].num_output_tokens) == (0, 0)
+    assert finals[2].queue_s == pytest.approx(finals[2].total_s)
+    assert metric_value(metrics, "nanoflow_prompt_tokens_cached_total") == 4
+
+
 async def test_cancel_after_the_end_and_of_unknown_ids_is_harmless():
     async with running_frontend() as (frontend, metrics, _):
         accepted = await frontend.submit(GREEDY)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from fake_executor import FakeExecutor, FakePending, expected_output
 
-from scheduler.plan import Cancel, EngineCapacity, IterationPlan, OutputBatch, RequestEnd, StepStats
+from scheduler.plan import Cancel, EngineCapacity, IterationPlan, OutputBatch, RequestEnd, RequestStart, StepStats
 from scheduler.request import FinishReason, NewRequest
 from scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -21,6 +21,7 @@ class Driver:
         self.now = 0.0
         self.requests: dict[str, NewRequest] = {}
         self.outputs: dict[str, list[int]] = defaultdict(list)
+        self.starts: dict[str, RequestStart] = {}  # the latest of each
         self.ends: dict[str, RequestEnd] = {}
         self.cancelled: set[str] = set()
         self.plans: list[IterationPlan] = []
@@ -119,13 +120,20 @@ class Driver:
     def _take(self, batch: OutputBatch | None) -> None:
         if batch is None:
             return
+        for start in batch.starts:
+            assert start.request_id not in self.ends, f"{start.request_id} starts after its end"
+            self.starts[start.request_id] = start
         columns = zip(batch.request_ids, batch.token_ids.tolist(), batch.num_output_tokens.tolist(), strict=True)
         for request_id, token, num_output_tokens in columns:
             assert request_id not in self.ends, f"{request_id} gets a token after its end"
+            assert request_id in self.starts, f"{request_id} gets a token before it has started"
             self.outputs[request_id].append(token)
             assert num_output_tokens == len(self.outputs[request_id]), f"{request_id}: a token is lost or repeated"
         for end in batch.ends:
             assert end.request_id not in self.ends, f"{end.request_id} ends twice"
             assert end.num_output_tokens == len(self.outputs[end.request_id])
             assert 0 <= end.num_cached_tokens <= max(0, len(self.requests[end.request_id].prompt_token_ids) - 1)
+            if (start := self.starts.get(end.request_id)) is not None:
+                assert (start.num_cached_tokens, start.queue_s) == (end.num_cached_tokens, end.queue_s)
+                assert 0 <= end.num_preemptions - start.num_preemptions <= 1, "a preempted one has not come back"
             self.ends[end.request_id] = end
