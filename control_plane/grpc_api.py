@@ -6,6 +6,7 @@ Decides nothing about requests; what is right or wrong with them is `validation`
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import grpc
@@ -24,11 +25,14 @@ from control_plane.generation import (
     TokenPrompt,
 )
 from control_plane.grpc_auth import ApiKeys
+from control_plane.grpc_correlation import correlation
 from control_plane.pb import generation_pb2 as pb
 from control_plane.pb import generation_pb2_grpc as pb_grpc
 from control_plane.reader import Reader
 from control_plane.validation import check_request_id
 from scheduler.request import FinishReason
+
+log = logging.getLogger(__name__)
 
 FINISH_REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
@@ -57,6 +61,7 @@ class GenerationService(pb_grpc.GenerationServicer):
     async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitResponse:
         wanted = to_request(request.request, OnDisconnect.DETACH, deadline_s=None)
         accepted = await self._frontend.submit(wanted, self._owner(context))
+        _log_accepted(accepted.request_id, context)
         return pb.SubmitResponse(request_id=accepted.request_id, prompt_tokens=accepted.num_prompt_tokens)
 
     async def Stream(self, request: pb.StreamRequest, context: grpc.aio.ServicerContext) -> None:
@@ -70,7 +75,9 @@ class GenerationService(pb_grpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         wanted = to_request(request, OnDisconnect.CANCEL, deadline_s=context.time_remaining())
-        await self._write_all(await self._frontend.generate(wanted, self._owner(context)), context)
+        reader = await self._frontend.generate(wanted, self._owner(context))
+        _log_accepted(reader.request_id, context)
+        await self._write_all(reader, context)
 
     async def _write_all(self, reader: Reader, context: grpc.aio.ServicerContext) -> None:
         """Write the events of a stream, then end with the final event's status."""
@@ -157,6 +164,11 @@ def _to_prompt(message: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPr
         opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         return ChatPrompt(tuple(ChatMessage(each.role, each.content) for each in chat.messages), opens)
     raise InvalidRequestError("prompt", "is missing: send text, token_ids or chat")
+
+
+def _log_accepted(request_id: str, context: grpc.aio.ServicerContext) -> None:
+    if log.isEnabledFor(logging.DEBUG):
+        log.debug("request %s is accepted%s", request_id, correlation(context.invocation_metadata() or ()))
 
 
 def _optional(message: Any, field: str) -> Any:

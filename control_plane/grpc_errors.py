@@ -17,6 +17,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
 from control_plane.errors import ApiError, ErrorKind
+from control_plane.grpc_correlation import correlation
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except (grpc.aio.BaseError, asyncio.CancelledError):
                 raise  # aborted already, or the client is gone
             except Exception:
-                log.exception("a call to %s failed", handler_call_details.method)
+                sent = correlation(handler_call_details.invocation_metadata)
+                log.exception("a call to %s failed%s", handler_call_details.method, sent)
                 await abort(context, ApiError(ErrorKind.INTERNAL, "internal error; the server's log has more"))
 
         return with_behaviour(handler, answer)

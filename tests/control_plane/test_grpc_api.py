@@ -267,6 +267,32 @@ async def test_faults_of_our_own_are_internal_and_tell_nothing():
     assert "secret" not in error.details()
 
 
+async def test_what_a_caller_sends_to_find_its_call_again_stands_in_the_log(caplog):
+    caplog.set_level("DEBUG", "control_plane.grpc_api")
+    trace = ("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    async with running_service() as service:
+        metadata = (trace, ("x-request-id", "mine" + "x" * 1000), ("x-junk", "junk"))
+        call = service.generation.Generate(question(request_id="it"), metadata=metadata)
+        assert dict(await call.initial_metadata())["x-request-id"] == "it"
+        await read(call)
+        submitted = generation_pb2.SubmitRequest(request=question(request_id="other"))
+        await service.generation.Submit(submitted, metadata=(("x-correlation-id", "yours"),))
+        await read(service.generation.Generate(question(request_id="plain")))
+        lines = [record.getMessage() for record in caplog.records if "is accepted" in record.getMessage()]
+        assert lines == [
+            f"request it is accepted, x-request-id 'mine{'x' * 124}', traceparent '{trace[1]}'",
+            "request other is accepted, x-correlation-id 'yours'",
+            "request plain is accepted",
+        ]
+
+        async def broken(*_):
+            raise RuntimeError
+
+        service.frontend.generate = broken
+        await status_of(service.generation.Generate(question(), metadata=(trace,)))
+    assert any(f"Generate failed, traceparent '{trace[1]}'" in record.getMessage() for record in caplog.records)
+
+
 async def test_a_lost_instance_ends_streams_with_unavailable_and_health_with_not_serving():
     async with running_service(step_s=0.005) as service:
         health = health_pb2_grpc.HealthStub(service.channel)
