@@ -19,12 +19,11 @@ from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFa
 from scheduler.ports import ExecutorError
 from worker.config import WorkerConfig
 from worker.cuda_model import CudaModel, GraphKey, parameter_bytes, unsupported
-from worker.device_batch import BatchLimits, BlockView, HostSlots, Packed
+from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView, HostSlots, Packed
 from worker.executor import CapacityError
 from worker.kernel_set import KernelSet, ReferenceKernels, TritonKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
-from worker.sampler import SamplingRows, sample
 from worker.sharding import shard
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
 
@@ -32,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _RESERVE_BYTES = 3 << 30  # left free beside the KV cache: graphs, logits of sampled rows, the allocator's slack
+_SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: no shape is met first while serving
 _RING = 4  # pinned blocks: one more than plans can be on their way
 
 
@@ -134,26 +134,10 @@ class CudaExecutor:
             stage.done.record()
 
     def _sample(self, packed: Packed) -> None:
-        """Replace the greedy choice where a temperature asks for another; waits for the device, rows apart."""
-        slots, state = packed.sample_slots, self._slots
-        random = np.flatnonzero((state.temperature[slots] > 0) & (state.top_k[slots] != 1))
-        if not len(random):
-            return
-        rows, chosen = torch.from_numpy(random).to(self._device), slots[random]
-        logits = self._model.logits(len(slots))[rows].cpu()
-        drawn = sample(
-            logits,
-            SamplingRows(
-                temperature=state.temperature[chosen],
-                top_k=state.top_k[chosen],
-                top_p=state.top_p[chosen],
-                seed=state.seed[chosen],
-                position=packed.sample_positions[random].astype(np.int64),
-            ),
-        )
-        ids = torch.where(torch.from_numpy(drawn.faulty), -1, drawn.token_ids).int().to(self._device)
-        self._model.sampled[rows] = ids
-        self._model.last_tokens[torch.from_numpy(chosen).long().to(self._device)] = ids.clamp(min=0)
+        """Replace the greedy choices where a temperature asks for it: queued, like all else."""
+        for first in range(0, packed.num_random, RANDOM_ROWS):
+            left = packed.num_random - first
+            self._model.sample(first, next(size for size in _SAMPLE_SIZES if size >= min(left, RANDOM_ROWS)))
 
     def _load(self, progress: Progress, max_len: int) -> None:
         config, spec, device = self._config, self.spec, self._device
@@ -177,6 +161,8 @@ class CudaExecutor:
             for number, key in enumerate(keys):
                 progress("compiling kernels", number / len(keys))
                 self._model.run(key)
+            for size in _SAMPLE_SIZES:
+                self._model.sample(0, size)
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
         num_pages = self._num_pages()

@@ -16,7 +16,7 @@ import torch
 from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
-from worker.device_batch import BatchLimits, BlockView
+from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView
 from worker.kernel_set import GATE_BLOCK, KernelSet
 from worker.kernels.reference import interleave_gate_up
 from worker.kv_cache import KVCache
@@ -74,6 +74,8 @@ class CudaModel:
         self._gated = like.new_zeros(rows, spec.intermediate_size)
         num_samples = min(rows, limits.slots)
         self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
+        self._random_hidden = like.new_zeros(RANDOM_ROWS, spec.hidden_size)
+        self._random_logits = like.new_zeros(RANDOM_ROWS, self._head().shape[0])
         self.sampled = torch.zeros(num_samples, dtype=torch.int32, device=device)
         # One more slot and one more table row than there are: padding is written there.
         self.last_tokens = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
@@ -124,9 +126,29 @@ class CudaModel:
             self._iteration(key)
         self._graphs[key] = graph
 
-    def logits(self, num_samples: int) -> torch.Tensor:
-        """Logits of the last iteration's sampled rows, [samples, vocab] fp32."""
-        return (self._sampled_hidden[:num_samples] @ self._head().t()).float()
+    def sample(self, first: int, size: int) -> None:
+        """Draw the tokens of the last iteration's random rows [first, first + size), as many of them as there are.
+
+        At most RANDOM_ROWS at a time. Their greedy choices are replaced, as results and as next tokens.
+        """
+        view, part = self.view, slice(first, first + size)
+        rows = view["random_rows"][part]
+        hidden, logits = self._random_hidden[:size], self._random_logits[:size]
+        torch.index_select(self._sampled_hidden, 0, rows, out=hidden)
+        self._kernels.linear(hidden, self._head(), None, logits)
+        self._kernels.sample(
+            logits,
+            rows,
+            view.doubles("temperature")[part],
+            view["top_k"][part],
+            view.doubles("top_p")[part],
+            view.doubles("noise")[part],
+            first,
+            view["counts"][3:4],
+            view["sample_slots"],
+            self.sampled,
+            self.last_tokens,
+        )
 
     def _head(self) -> torch.Tensor:
         return self._weights.get(LM_HEAD, self._weights[EMBEDDING])

@@ -13,9 +13,12 @@ import torch
 from numpy.typing import NDArray
 
 from scheduler.plan import IterationPlan
+from worker.sampler import uniform
 from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS, decode_units, prefill_units
 
 Int32 = NDArray[np.int32]
+# Rows that are sampled with noise are worked off in pieces of this many: their logits fit a buffer.
+RANDOM_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,19 @@ class BatchLimits:
     def sections(self) -> dict[str, int]:
         """int32s of each section of the block."""
         decodes = min(self.rows, self.slots)
+        random = -(-decodes // RANDOM_ROWS) * RANDOM_ROWS
         return {
-            "counts": 8,  # decode units, prefill units, samples
+            "counts": 8,  # decode units, prefill units, samples, random samples
             "tokens": self.rows,
             "positions": self.rows,
             "cells": self.rows,
             "sample_rows": decodes,
             "sample_slots": decodes,
+            "random_rows": random,  # which of the samples are drawn with noise
+            "temperature": 2 * random,  # of those; as fp64, like top_p and noise
+            "top_k": random,
+            "top_p": 2 * random,
+            "noise": 2 * random,
             "decode_units": (decodes + self.decode_target) * DECODE_FIELDS,
             "prefill_units": (self.rows // self.prefill_tokens + decodes + 1) * PREFILL_FIELDS,
             "table_cells": self.max_changes,
@@ -77,13 +86,17 @@ class BlockView:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._sections[name]
 
+    def doubles(self, name: str) -> torch.Tensor:
+        """A section that holds fp64."""
+        return self._sections[name].view(torch.float64)
+
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """What the host must remember of a packed plan."""
 
     sample_slots: Int32  # [samples]
-    sample_positions: Int32  # [samples] of the tokens to be sampled
+    num_random: int  # samples that are drawn with noise
     has_prefill: bool
     extra_cells: Int32  # page table changes that did not fit into the block
     extra_pages: Int32
@@ -121,12 +134,13 @@ class HostSlots:
         slots = plan.slots[chosen].astype(np.int32)
         _fill(view["sample_rows"], (first + plan.counts - 1)[chosen], 0)
         _fill(view["sample_slots"], slots, limits.slots)
+        num_random = self._pack_random(slots, (plan.starts + plan.counts)[chosen], view)
         num_units = self._pack_units(plan, view, first)
         counts = view["counts"].numpy()
-        counts[:3] = (*num_units, len(chosen))
+        counts[:4] = (*num_units, len(chosen), num_random)
         return Packed(
             slots,
-            (plan.starts + plan.counts)[chosen].astype(np.int32),
+            num_random,
             len(plan.slots) > plan.num_decodes,
             cells[fits:],
             plan.page_ids[fits:],
@@ -148,6 +162,17 @@ class HostSlots:
         _fill(view["tokens"], tokens, 0)
         _fill(view["positions"], positions, 0)
         _fill(view["cells"], cells, -1)
+
+    def _pack_random(self, sample_slots: Int32, positions: NDArray[np.integer], view: BlockView) -> int:
+        """Parameters and noise of the samples that are not greedy; positions are those of the tokens to come."""
+        rows = np.flatnonzero((self.temperature[sample_slots] > 0) & (self.top_k[sample_slots] != 1))
+        slots, count = sample_slots[rows], len(rows)
+        _fill(view["random_rows"], rows, 0)
+        view["top_k"].numpy()[:count] = np.minimum(self.top_k[slots], np.iinfo(np.int32).max)
+        view.doubles("temperature").numpy()[:count] = self.temperature[slots]
+        view.doubles("top_p").numpy()[:count] = self.top_p[slots]
+        view.doubles("noise").numpy()[:count] = uniform(self.seed[slots], positions[rows].astype(np.int64))
+        return count
 
     def _pack_units(self, plan: IterationPlan, view: BlockView, first: Int32) -> tuple[int, int]:
         decodes, limits = plan.num_decodes, self.limits

@@ -40,6 +40,8 @@ class KernelSet(Protocol):
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         """Column of each row's largest product, the lowest of equals; -1 where it is not finite: [rows] int32."""
 
+    def sample(self, *args: Any) -> None: ...
+
 
 class ReferenceKernels:
     """Plain torch, on any device."""
@@ -75,6 +77,9 @@ class ReferenceKernels:
         logits = x.float() @ w.float().T
         return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).int()
 
+    def sample(self, *args: Any) -> None:
+        reference.sample(*args)
+
 
 class TritonKernels:
     """Triton and cuBLAS on one GPU."""
@@ -82,10 +87,10 @@ class TritonKernels:
     def __init__(
         self, device: torch.device, num_kv_heads: int, group: int, head_dim: int, max_partials: int, max_rows: int
     ) -> None:
-        from worker.kernels import decode_attention, elementwise, gemm, prefill_attention
+        from worker.kernels import decode_attention, elementwise, gemm, prefill_attention, sampling
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._elementwise, self._gemm = elementwise, gemm
+        self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspace = decode_attention.DecodeWorkspace(max_partials, num_kv_heads, group, head_dim, device)
         self._best: torch.Tensor | None = None
@@ -144,3 +149,6 @@ class TritonKernels:
         top = best.max(0).values
         first = torch.where(best == top, column, 2**31 - 1).amin(0)
         return torch.where(top.isfinite(), first, -1).int()
+
+    def sample(self, *args: Any) -> None:
+        self._sampling.sample(*args)

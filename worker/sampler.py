@@ -47,7 +47,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     chosen = random.nonzero()[:, 0].numpy()
     if len(chosen):
         part = SamplingRows(*(getattr(rows, name)[chosen] for name in SamplingRows.__slots__))
-        token_ids[chosen] = _draw(logits[chosen].float(), part)
+        noise = uniform(part.seed, part.position)
+        token_ids[chosen] = draw(logits[chosen].float(), part.temperature, part.top_k, part.top_p, noise)
     return Sampled(token_ids, ~finite.cpu().numpy())
 
 
@@ -67,20 +68,29 @@ def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return bits ^ (bits >> np.uint64(31))
 
 
-def _draw(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Invert each row's cumulative distribution, over the kept tokens in order of their ids, at its uniform."""
+def draw(
+    logits: torch.Tensor,
+    temperature: NDArray[np.float64],
+    top_k: NDArray[np.int64],
+    top_p: NDArray[np.float64],
+    noise: NDArray[np.float64],
+) -> torch.Tensor:
+    """Invert each row's cumulative distribution, over the kept tokens in order of their ids, at its noise in [0, 1).
+
+    logits [rows, vocab], finite; parameters [rows] as in SamplingRows; the ids are [rows] int64.
+    """
     device = logits.device
-    temperature = torch.from_numpy(rows.temperature.clip(MIN_TEMPERATURE)).to(device)[:, None]
+    divisor = torch.from_numpy(temperature.clip(MIN_TEMPERATURE)).to(device)[:, None]
     # In fp64, where no temperature between the limits can overflow or flatten the logits.
-    scores = (logits.double() - logits.amax(dim=-1, keepdim=True)) / temperature
+    scores = (logits.double() - logits.amax(dim=-1, keepdim=True)) / divisor
     weights = scores.exp_()
-    restricted = (rows.top_p < 1) | ((rows.top_k > 0) & (rows.top_k < logits.shape[1]))
+    restricted = (top_p < 1) | ((top_k > 0) & (top_k < logits.shape[1]))
     if restricted.any():
         index = torch.from_numpy(np.flatnonzero(restricted)).to(device)
-        weights[index] *= _kept(logits[index], weights[index], rows.top_k[restricted], rows.top_p[restricted])
+        weights[index] *= _kept(logits[index], weights[index], top_k[restricted], top_p[restricted])
     cumulative = weights.cumsum_(dim=-1)
     # Below the total, however it is rounded, as the noise is at most 1 - 2**-53.
-    target = cumulative[:, -1:] * torch.from_numpy(uniform(rows.seed, rows.position)).to(device)[:, None]
+    target = cumulative[:, -1:] * torch.from_numpy(noise).to(device)[:, None]
     # The first token whose cumulative weight is above it, and so never one without weight.
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 

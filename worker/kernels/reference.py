@@ -11,6 +11,8 @@ import math
 import torch
 from torch.nn import functional
 
+from worker import sampler
+
 
 def embed(tokens: torch.Tensor, last_tokens: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
     """out[r] = table[token of row r]; a token -1 - s stands for last_tokens[s]."""
@@ -150,3 +152,26 @@ def prefill_attention(
         end = position + count
         k, v = _keys(k_pages, page_table[slot], end), _keys(v_pages, page_table[slot], end)
         out[row : row + count, :width] = _attend(query, k, v, position).reshape(count, width).to(out.dtype)
+
+
+def sample(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    noise: torch.Tensor,
+    first: int,
+    num_rows: torch.Tensor,
+    slots: torch.Tensor,
+    sampled: torch.Tensor,
+    last_tokens: torch.Tensor,
+) -> None:
+    """sampled[rows[i]] = a token of logits[i], for all i with first + i < num_rows; -1 if a logit is not finite."""
+    count = min(len(logits), int(num_rows) - first)
+    x, chosen = logits[:count].float(), rows[:count].long()
+    finite = x.isfinite().all(-1)
+    parameters = (values[:count].cpu().numpy() for values in (temperature, top_k, top_p, noise))
+    drawn = sampler.draw(torch.where(finite[:, None], x, 0.0), *parameters)
+    sampled[chosen] = torch.where(finite, drawn, -1).int()
+    last_tokens[slots[chosen].long()] = sampled[chosen].clamp(min=0)

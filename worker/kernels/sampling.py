@@ -64,12 +64,13 @@ def _range(logits, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _search(logits, vocab, low, high, need, top, scale, SUM: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key in [low, high] from which on there are `need` tokens (SUM int32) or there is `need` weight
-    (SUM int64), and how much is above it. Taken as known: there is enough from `low` on, and nothing above `high`.
+def _search(logits, vocab, low, high, need, top, scale, WEIGH: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest key in [low, high] from which on there is `need`, and how much is above it: of weight (int64, WEIGH)
+    or of tokens (int32). Taken as known: there is enough from `low` on, and nothing above `high`.
 
     Every pass leaves a quarter of the range.
     """
+    SUM: tl.constexpr = tl.int64 if WEIGH else tl.int32
     above = need * 0
     while low < high:
         step = (high - low) // 4 + 1
@@ -84,7 +85,7 @@ def _search(logits, vocab, low, high, need, top, scale, SUM: tl.constexpr, SHIFT
         for start in range(0, vocab, BLOCK):
             _, x = _load(logits, start, vocab, BLOCK)
             key = _key(x, SHIFT)
-            part = _weight(x, top, scale) if SUM == tl.int64 else tl.full((BLOCK,), 1, tl.int32)
+            part = _weight(x, top, scale) if WEIGH else tl.full((BLOCK,), 1, tl.int32)
             sum_2 += tl.where(key >= key_2, part, 0)
             sum_3 += tl.where(key >= key_3, part, 0)
             sum_4 += tl.where(key >= key_4, part, 0)
@@ -112,7 +113,7 @@ def _nth(logits, vocab, threshold, count, SHIFT: tl.constexpr, BLOCK: tl.constex
     seen = count * 0
     found = vocab
     for start in range(0, vocab, BLOCK):
-        ids, x = _load(logits, start, vocab, BLOCK)
+        _, x = _load(logits, start, vocab, BLOCK)
         equal = (_key(x, SHIFT) == threshold).to(tl.int32)
         here = tl.sum(equal, 0)
         if (seen < count) & (seen + here >= count):
@@ -171,13 +172,13 @@ def _choose(
         # Kept are the tokens above the threshold, and those at it up to the id `last`.
         threshold, last, room = lowest, vocab, vocab
         if (top_k > 0) & (top_k < vocab):
-            threshold, above = _search(logits, vocab, lowest, highest, top_k, top, scale, tl.int32, SHIFT, BLOCK)
+            threshold, above = _search(logits, vocab, lowest, highest, top_k, top, scale, False, SHIFT, BLOCK)
             room = top_k - above
             last = _nth(logits, vocab, threshold.to(tl.int32), room, SHIFT, BLOCK)
         if top_p < 1.0:
             total = _total(logits, vocab, top, scale, threshold.to(tl.int32), last, SHIFT, BLOCK)
             need = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
-            nucleus, weight = _search(logits, vocab, threshold, highest, need, top, scale, tl.int64, SHIFT, BLOCK)
+            nucleus, weight = _search(logits, vocab, threshold, highest, need, top, scale, True, SHIFT, BLOCK)
             each = tl.maximum(_weight(_number(nucleus.to(tl.int32), SHIFT), top, scale), 1)
             missing = tl.minimum((need - weight + each - 1) // each, vocab).to(tl.int32)
             if nucleus == threshold:
