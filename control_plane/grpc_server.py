@@ -139,6 +139,7 @@ def channel_options(config: GrpcConfig, limits: Limits) -> list[tuple[str, int]]
         ("grpc.max_send_message_length", limits.max_message_bytes),
         ("grpc.max_metadata_size", limits.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
+        ("grpc.max_allowed_incoming_connections", limits.max_connections),
         ("grpc.max_concurrent_streams", limits.max_concurrent_streams),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", round(config.min_ping_interval_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -51,6 +51,7 @@ class Limits:
     max_kept_requests: int = option("Ended requests kept for readers to come.", default=1024, low=0)
     max_message_bytes: int = option("Bytes of one message, either way.", default=32 * 2**20, low=1024)
     max_metadata_bytes: int = option("Bytes of a call's metadata.", default=16 * 2**10, low=1024)
+    max_connections: int = option("Connections at a time; more are closed as they come.", default=1024, low=1)
     max_concurrent_streams: int = option("Calls at a time on one connection.", default=1024, low=1)
     max_concurrent_rpcs: int = option("Calls at a time on the whole server.", default=4096, low=1)
 

@@ -245,6 +245,22 @@ async def test_more_calls_than_allowed_are_refused_early():
         assert (await status_of(service.generation.Generate(question()))).code() is Code.RESOURCE_EXHAUSTED
 
 
+async def test_more_connections_than_allowed_are_closed_and_those_that_go_make_room():
+    def connect():
+        return grpc.aio.insecure_channel(service.address, options=(("grpc.use_local_subchannel_pool", 1),))
+
+    async with running_service(limits=Limits(max_connections=2)) as service:
+        channels = [connect() for _ in range(3)]
+        ends = [await read(generation_pb2_grpc.GenerationStub(each).Generate(question())) for each in channels]
+        assert [code for _, _, code in ends] == [Code.OK, Code.OK, Code.UNAVAILABLE]
+        await channels[0].close()
+        async with connect() as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            assert (await read(stub.Generate(question(), wait_for_ready=True, timeout=5)))[2] is Code.OK
+        for channel in channels[1:]:
+            await channel.close()
+
+
 async def test_frequent_pings_of_a_client_are_put_up_with():
     options = (
         ("grpc.keepalive_time_ms", 10_000),
