@@ -51,7 +51,8 @@ class InstanceConfig:
     @property
     def bundles(self) -> list[dict[str, float]]:
         """Ray resources: the scheduler's, then one bundle per rank."""
-        return [{"CPU": 1.0} for _ in range(1 + self.worker.tensor_parallel_size)]
+        rank = {"CPU": 1.0, "GPU": 1.0} if self.worker.device == "cuda" else {"CPU": 1.0}
+        return [{"CPU": 1.0}, *[dict(rank) for _ in range(self.worker.tensor_parallel_size)]]
 
 
 def connect(num_cpus: int) -> None:
@@ -144,9 +145,12 @@ async def start_instance(name: str, config: InstanceConfig, progress: Callable[[
     try:
         ranks = range(config.worker.tensor_parallel_size)
         workers = [
-            WorkerActor.options(num_cpus=1, max_restarts=0, scheduling_strategy=_in(group, 1 + rank)).remote(
-                config.worker, rank
-            )
+            WorkerActor.options(
+                num_cpus=1,
+                num_gpus=config.bundles[1 + rank].get("GPU", 0),
+                max_restarts=0,
+                scheduling_strategy=_in(group, 1 + rank),
+            ).remote(config.worker, rank)
             for rank in ranks
         ]
         actors += workers
@@ -178,7 +182,7 @@ def describe(error: BaseException) -> str:
 
 
 async def _place(config: InstanceConfig, progress: Callable[[str], None]) -> PlacementGroup:
-    progress("waiting for free CPUs")
+    progress("waiting for free resources")
     group = placement_group(config.bundles, strategy="STRICT_PACK")
     try:
         await asyncio.wait_for(_wait(group.ready()), config.placement_timeout_s)
@@ -187,7 +191,7 @@ async def _place(config: InstanceConfig, progress: Callable[[str], None]) -> Pla
         free = ray.available_resources()
         raise StartError(
             f"no node has the resources for an instance: {config.bundles} are needed on one node, "
-            f"CPU {free.get('CPU', 0):g} is free in the cluster. "
+            f"CPU {free.get('CPU', 0):g} and GPU {free.get('GPU', 0):g} are free in the cluster. "
             "Add a node, or lower --tensor-parallel-size"
         ) from None
     return group

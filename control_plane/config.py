@@ -15,7 +15,13 @@ from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
 from scheduler.scheduler_config import SchedulerConfig
-from worker.config import WorkerConfig
+from worker.config import CPU_KV_CACHE_BYTES, DEVICE_DEFAULTS, WorkerConfig
+
+
+def _by_device(name: str) -> str:
+    """The default of a WorkerConfig field that depends on the device."""
+    cpu, gpu = (getattr(DEVICE_DEFAULTS[device], name) for device in ("cpu", "cuda"))
+    return f"{cpu} on a CPU, {gpu} on a GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +31,15 @@ class EngineConfig:
     model: Path = option(
         "Model folder in Hugging Face's layout: config.json, safetensors, tokenizer.json.", positional=True
     )
+    device: str = option(
+        "What the model runs on; auto is a GPU where this machine has one.",
+        default="auto",
+        choices=("auto", "cpu", "cuda"),
+    )
     dtype: str = option(
-        "Type of weights, activations and KV cache; auto is float32 on a CPU.",
+        "Type of weights, activations and KV cache; auto is float32 on a CPU, bfloat16 on a GPU.",
         default=default_of(WorkerConfig, "dtype"),
-        choices=("auto", "float32"),
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
         "Where weights come from; dummy makes random ones from config.json alone, for benchmarks.",
@@ -38,21 +49,33 @@ class EngineConfig:
     tensor_parallel_size: int = option(
         "Ranks that one instance is split over.", default=default_of(WorkerConfig, "tensor_parallel_size"), low=1
     )
-    max_num_batched_tokens: int = option(
+    max_num_batched_tokens: int | None = option(
         "Tokens of a full iteration: the constant batch size B_dense.",
-        default=default_of(WorkerConfig, "max_batch_tokens"),
+        default=None,
         low=1,
+        unset=_by_device("max_batch_tokens"),
     )
-    max_num_seqs: int = option("Requests that may run at once.", default=default_of(WorkerConfig, "max_slots"), low=1)
+    max_num_seqs: int | None = option(
+        "Requests that may run at once.", default=None, low=1, unset=_by_device("max_slots")
+    )
     max_model_len: int | None = option(
         "Prompt and output tokens of one request at most.",
         default=default_of(WorkerConfig, "max_model_len"),
         low=1,
         unset="what the model and its pages hold",
     )
-    block_size: int = option("Tokens of one KV page.", default=default_of(WorkerConfig, "page_size"), low=1)
-    kv_cache_memory_bytes: int = option(
-        "Bytes for the KV cache of each rank.", default=default_of(WorkerConfig, "kv_cache_bytes"), low=1
+    block_size: int | None = option("Tokens of one KV page.", default=None, low=1, unset=_by_device("page_size"))
+    kv_cache_memory_bytes: int | None = option(
+        "Bytes for the KV cache of each rank.",
+        default=default_of(WorkerConfig, "kv_cache_bytes"),
+        low=1,
+        unset=f"{CPU_KV_CACHE_BYTES >> 20} MiB on a CPU, what is free on a GPU",
+    )
+    gpu_memory_utilization: float = option(
+        "Share of a GPU's memory to use: weights, buffers, graphs, and KV pages for the rest of it.",
+        default=default_of(WorkerConfig, "gpu_memory_utilization"),
+        low=0.01,
+        high=1,
     )
     num_gpu_blocks_override: int | None = option(
         "KV pages; overrides --kv-cache-memory-bytes.",

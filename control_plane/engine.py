@@ -1,4 +1,4 @@
-"""From the user's options to an engine: the configs of its parts, and the in-process instance.
+"""From the user's options to an engine: the configs of its parts, and the engine in this process.
 
 Knows nothing of Ray, transport or requests.
 """
@@ -9,33 +9,48 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from autosearch.specs import ModelSpec
 from control_plane.config import EngineConfig
 from control_plane.instance import LocalInstance
 from control_plane.model_info import ModelInfo
 from control_plane.options import ConfigError
 from scheduler.loop import EngineLoop
+from scheduler.plan import OutputBatch
+from scheduler.ports import Executor
 from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import SchedulerConfig
-from worker.config import WorkerConfig
-from worker.executor import LocalExecutor, Worker
+from worker.backend import open_executor
+from worker.config import DEVICE_DEFAULTS, WorkerConfig
 
 Progress = Callable[[str, float], None]  # a step, and how much of it is done
 
 
+def device_of(engine: EngineConfig) -> str:
+    """cpu or cuda; `auto` is a GPU where this machine has one."""
+    if engine.device != "auto":
+        return engine.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def worker_config(engine: EngineConfig) -> WorkerConfig:
     """What every rank needs."""
+    device = device_of(engine)
+    defaults = DEVICE_DEFAULTS[device]
     return WorkerConfig(
         model_dir=engine.model.resolve(),
         load_format=engine.load_format,
         dtype=engine.dtype,
+        device=device,
         tensor_parallel_size=engine.tensor_parallel_size,
-        max_batch_tokens=engine.max_num_batched_tokens,
-        max_slots=engine.max_num_seqs,
+        max_batch_tokens=_or(engine.max_num_batched_tokens, defaults.max_batch_tokens),
+        max_slots=_or(engine.max_num_seqs, defaults.max_slots),
         max_model_len=engine.max_model_len,
-        page_size=engine.block_size,
+        page_size=_or(engine.block_size, defaults.page_size),
         num_pages=engine.num_gpu_blocks_override,
         kv_cache_bytes=engine.kv_cache_memory_bytes,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
         nano_batches=engine.nano_batches,
         seed=engine.seed,
         num_threads=engine.num_threads,
@@ -60,18 +75,29 @@ def model_info(engine: EngineConfig, name: str | None = None) -> ModelInfo:
     return ModelInfo.from_folder(engine.model, ModelSpec.from_folder(engine.model), name)
 
 
-async def start_local_instance(engine: EngineConfig, progress: Progress) -> LocalInstance:
-    """Load the model into this process. Must be called on the asyncio loop that will use the instance.
+def open_engine(engine: EngineConfig, progress: Progress) -> Executor:
+    """Load the model into this process.
 
     Raises ConfigError, and whatever the worker raises for a model that it cannot load.
     """
-    worker = Worker(single_rank_config(engine))
-    await asyncio.to_thread(worker.load, progress)
-    executor = LocalExecutor(worker)
-    scheduler = Scheduler(scheduler_config(engine), worker.capacity)
+    return open_executor(single_rank_config(engine), progress=progress)
+
+
+def make_loop(
+    engine: EngineConfig, executor: Executor, emit: Callable[[OutputBatch], None], max_waiting: int = 0
+) -> EngineLoop:
+    """The loop over an executor, one iteration ahead."""
+    scheduler = Scheduler(scheduler_config(engine, max_waiting), executor.capacity)
+    return EngineLoop(scheduler, executor, emit, engine.step_timeout)
+
+
+async def start_local_instance(engine: EngineConfig, progress: Progress) -> LocalInstance:
+    """An instance in this process. Must be called on the asyncio loop that will use it. Raises as open_engine does."""
+    executor = await asyncio.to_thread(open_engine, engine, progress)
     return LocalInstance(
-        "local",
-        worker.capacity,
-        lambda emit: EngineLoop(scheduler, executor, emit, engine.step_timeout),
-        release=executor.close,
+        "local", executor.capacity, lambda emit: make_loop(engine, executor, emit), release=executor.close
     )
+
+
+def _or(value: int | None, default: int) -> int:
+    return default if value is None else value

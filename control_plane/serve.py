@@ -26,7 +26,7 @@ from control_plane.metrics import Metrics
 from control_plane.progress import ProgressLine
 from control_plane.supervisor import Supervisor
 from control_plane.validation import Limits
-from worker.executor import Worker
+from worker.backend import check
 
 log = logging.getLogger(__name__)
 
@@ -43,10 +43,10 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
     _stop_on_signals(stop)
     intake = Intake.from_folder(engine.model, model_info(engine, server.served_model_name), limits)
     config = instance_config(engine, limits)
-    capacity = Worker(config.worker).capacity  # refuses what cannot run, before anything is started
+    bounds = check(config.worker)  # refuses what cannot run, before anything is started
     async with AsyncExitStack() as stack:
         await intake.start()
-        metrics = Metrics(intake.model.name, capacity.max_model_len, capacity.max_batch_tokens)
+        metrics = Metrics(intake.model.name, bounds.max_model_len, bounds.max_batch_tokens)
         frontend = Frontend(intake, metrics)
         stack.push_async_callback(frontend.close)
         metrics_server = metrics.listen(server.host, server.metrics_port)

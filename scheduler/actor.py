@@ -65,7 +65,9 @@ class RayExecutor:
 
     def submit(self, plan: IterationPlan) -> RayPendingStep:
         """Send the plan to every rank."""
-        return RayPendingStep([worker.execute.remote(plan) for worker in self._workers])
+        for worker in self._workers:
+            worker.execute.remote(plan)
+        return RayPendingStep([worker.result.remote() for worker in self._workers])
 
     def close(self) -> None:
         """Nothing to free here: the worker actors belong to the control plane."""

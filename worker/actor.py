@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import threading
 import uuid
 from pathlib import Path
+from queue import SimpleQueue
 
 import ray
 
 from scheduler.plan import EngineCapacity, IterationPlan, StepResult
+from scheduler.ports import Executor, ExecutorError, PendingStep
+from worker.backend import check, open_executor
 from worker.config import WorkerConfig
-from worker.executor import Worker
+
+log = logging.getLogger(__name__)
 
 
 class WorkerService:
     """One rank in a process of its own. Becomes an actor by `WorkerActor`.
 
-    `execute` runs in the order of calls; `progress` and `lifeline` answer meanwhile.
+    `execute` hands plans over in the order of calls and returns at once, so that a GPU has the next plan while it
+    runs one; `result` waits. `progress` and `lifeline` answer meanwhile.
     """
 
     def __init__(self, config: WorkerConfig, rank: int) -> None:
-        self._worker = Worker(config, rank)
+        check(config, rank)
+        self._config, self._rank = config, rank
         self._progress = "starting"
+        self._executor: Executor | None = None
+        self._pending: SimpleQueue[PendingStep | ExecutorError] = SimpleQueue()
 
     def rendezvous(self) -> str:
         """Where all ranks of this node may meet, as a torch.distributed init method: a file, no open port."""
@@ -30,12 +39,25 @@ class WorkerService:
 
     def load(self, rendezvous: str) -> EngineCapacity:
         """Join the other ranks and load the weights; the fitted limits."""
-        self._worker.load(self._note_progress, rendezvous)
-        return self._worker.capacity
+        self._executor = open_executor(self._config, self._rank, self._note_progress, rendezvous)
+        return self._executor.capacity
 
-    def execute(self, plan: IterationPlan) -> StepResult:
-        """Run one plan."""
-        return self._worker.execute(plan)
+    def execute(self, plan: IterationPlan) -> None:
+        """Hand over one plan. What goes wrong is told by its result()."""
+        assert self._executor is not None, "load() comes first"
+        try:
+            self._pending.put(self._executor.submit(plan))
+        except Exception as error:
+            log.exception("step %d could not be handed over", plan.step)
+            self._pending.put(ExecutorError(f"the step failed: {error}"))
+
+    @ray.method(concurrency_group="results")
+    def result(self) -> StepResult:
+        """Wait for the first plan whose result has not been asked for. Raises ExecutorError."""
+        pending = self._pending.get()
+        if isinstance(pending, ExecutorError):
+            raise pending
+        return pending.result()
 
     @ray.method(concurrency_group="control")
     def progress(self) -> str:
@@ -51,4 +73,4 @@ class WorkerService:
         self._progress = what if share is None else f"{what}: {share:.0%}"
 
 
-WorkerActor = ray.remote(concurrency_groups={"control": 2})(WorkerService)
+WorkerActor = ray.remote(concurrency_groups={"control": 2, "results": 1})(WorkerService)

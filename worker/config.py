@@ -7,20 +7,36 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceDefaults:
+    """What suits a kind of device where the user asks for nothing."""
+
+    max_batch_tokens: int
+    max_slots: int
+    page_size: int
+
+
+CPU_KV_CACHE_BYTES = 512 << 20
+DEVICE_DEFAULTS = {"cpu": DeviceDefaults(256, 64, 16), "cuda": DeviceDefaults(2048, 1536, 64)}
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Everything that a rank needs to start. The same for all ranks of an instance."""
 
     model_dir: Path  # Hugging Face folder
     load_format: str = "auto"  # auto, safetensors: real weights; dummy: random ones from config.json alone
-    dtype: str = "auto"  # of weights, activations and KV; on a CPU float32
-    device: str = "cpu"
+    dtype: str = "auto"  # of weights, activations and KV; auto is float32 on a CPU, bfloat16 on a GPU
+    device: str = "cpu"  # or cuda
     tensor_parallel_size: int = 1
     max_batch_tokens: int = 256  # B_dense
     max_slots: int = 64  # live requests at most
     max_model_len: int | None = None  # prompt + output tokens of a request; None: as many as model and pages allow
     page_size: int = 16  # tokens per KV page
     num_pages: int | None = None  # None: as many as kv_cache_bytes hold
-    kv_cache_bytes: int = 512 << 20  # per rank; read when num_pages is None
+    kv_cache_bytes: int | None = None  # per rank, read when num_pages is None; None: CPU_KV_CACHE_BYTES, or what fits
+    gpu_memory_utilization: float = 0.97  # share of a GPU's memory that weights, buffers, graphs and KV may fill
+    expected_input_len: int | None = None  # mean prompt and output tokens; with both, B_dense is what memory keeps full
+    expected_output_len: int | None = None
     nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential
     schedule_files: tuple[Path, ...] = ()  # PipelineSchedules to run instead of the built-in ones
     seed: int = 0  # of dummy weights

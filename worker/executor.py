@@ -1,4 +1,4 @@
-"""One worker rank, and the in-process executor: plans in, step results out.
+"""One worker rank on a CPU, and the in-process executor: plans in, step results out.
 
 A Worker loads its part of the model, fits the KV cache into memory and runs iteration plans one after the other.
 LocalExecutor does that in a thread, so that the scheduler can plan the next iteration meanwhile. Knows nothing of
@@ -23,7 +23,7 @@ from autosearch.specs import ModelSpec
 from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.batch_input import SampleRows, SlotTable, build_batch
-from worker.config import WorkerConfig as WorkerConfig
+from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.decoder import Decoder
 from worker.models.loading import load_weights
@@ -48,7 +48,7 @@ class Worker:
     def __init__(self, config: WorkerConfig, rank: int = 0) -> None:
         """Raises UnsupportedModelError, ShardingError, CapacityError or ModelLoadError. Loads nothing yet."""
         if config.device != "cpu":
-            raise CapacityError(f"device {config.device!r} is not supported: only 'cpu' is")
+            raise CapacityError(f"device {config.device!r} is not a CPU: worker.backend chooses what runs on which")
         if config.dtype not in _DTYPES:
             raise CapacityError(f"dtype {config.dtype!r} is not supported on a CPU: use float32")
         self.config = config
@@ -238,11 +238,10 @@ def _cache_shape(config: WorkerConfig, spec: ModelSpec, part: Shard) -> KVCacheS
         page_bytes = shape.elements_per_page * _DTYPES[config.dtype].itemsize
         # No more than all slots can use.
         longest = min(config.max_model_len or spec.max_position, spec.max_position)
-        num_pages = min(config.kv_cache_bytes // page_bytes, config.max_slots * -(-longest // config.page_size))
+        kv_cache_bytes = CPU_KV_CACHE_BYTES if config.kv_cache_bytes is None else config.kv_cache_bytes
+        num_pages = min(kv_cache_bytes // page_bytes, config.max_slots * -(-longest // config.page_size))
         if num_pages < 1:
-            raise CapacityError(
-                f"a KV cache of {config.kv_cache_bytes} bytes does not hold one page of {page_bytes} bytes"
-            )
+            raise CapacityError(f"a KV cache of {kv_cache_bytes} bytes does not hold one page of {page_bytes} bytes")
     if num_pages < 1:
         raise CapacityError(f"num_pages is {num_pages}: at least 1 is needed")
     return KVCacheShape(spec.num_layers, num_pages, part.num_kv_heads, config.page_size, spec.head_dim)

@@ -1,0 +1,51 @@
+"""Which code runs a rank on which kind of device: the one place that knows both.
+
+Knows nothing of Ray, plans or clients.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autosearch.specs import ModelSpec
+from scheduler.ports import Executor
+from worker import cuda_executor
+from worker.config import WorkerConfig
+from worker.cuda_executor import CudaExecutor
+from worker.executor import LocalExecutor, Worker
+from worker.weights import Progress
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a configuration allows at most. How much of it fits is known when it is loaded: `Executor.capacity`."""
+
+    max_model_len: int
+    max_batch_tokens: int
+
+
+def check(config: WorkerConfig, rank: int = 0) -> Bounds:
+    """Refuse what cannot run, before anything is loaded and on a machine that need not have the device.
+
+    Raises UnsupportedModelError, ShardingError or CapacityError.
+    """
+    if config.device == "cuda":
+        spec = ModelSpec.from_folder(config.model_dir)
+        cuda_executor.check(config, spec)
+        return Bounds(min(config.max_model_len or spec.max_position, spec.max_position), config.max_batch_tokens)
+    capacity = Worker(config, rank).capacity
+    return Bounds(capacity.max_model_len, capacity.max_batch_tokens)
+
+
+def open_executor(
+    config: WorkerConfig, rank: int = 0, progress: Progress = lambda what, share: None, rendezvous: str = ""
+) -> Executor:
+    """Load one rank, which joins the others at `rendezvous`; plans may be submitted at once.
+
+    Raises what check() does, and ModelLoadError.
+    """
+    if config.device == "cuda":
+        return CudaExecutor(config, progress)
+    worker = Worker(config, rank)
+    worker.load(progress, rendezvous)
+    return LocalExecutor(worker)
