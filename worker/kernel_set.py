@@ -1,10 +1,11 @@
 """The kernels that the GPU model runs on, behind one interface: Triton's on a GPU, the references anywhere.
 
-Which GEMM serves which shape is decided here, from measurements (docs/results.md). Knows nothing of models or plans.
+Knows nothing of models or plans.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,8 +13,6 @@ import torch
 from worker.kernels import reference
 
 GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
-# From this many rows on the persistent Triton GEMM keeps up with cuBLAS, and its epilogue saves a pass.
-_TRITON_ROWS = 512
 
 
 class KernelSet(Protocol):
@@ -84,18 +83,16 @@ class ReferenceKernels:
 class TritonKernels:
     """Triton and cuBLAS on one GPU."""
 
-    def __init__(
-        self, device: torch.device, num_kv_heads: int, group: int, head_dim: int, max_partials: int, max_rows: int
-    ) -> None:
-        from worker.kernels import decode_attention, elementwise, gemm, prefill_attention, sampling
+    def __init__(self, device: torch.device, num_kv_heads: int, group: int, head_dim: int, max_partials: int) -> None:
+        from worker import gemm_choice
+        from worker.kernels import decode_attention, elementwise, gemm, prefill_attention, sampling, skinny_gemm
 
         self._decode, self._prefill = decode_attention, prefill_attention
         self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
+        self._skinny, self._skinny_workspace = skinny_gemm, skinny_gemm.SkinnyWorkspace(device)
+        self._choice, self.gemm_choice = gemm_choice, gemm_choice.GemmChoice()
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspace = decode_attention.DecodeWorkspace(max_partials, num_kv_heads, group, head_dim, device)
-        self._best: torch.Tensor | None = None
-        self._best_column: torch.Tensor | None = None
-        self._max_rows = max_rows
 
     def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
         self._elementwise.embed(tokens, last, table, out)
@@ -109,20 +106,36 @@ class TritonKernels:
         self._elementwise.gather_add_rms_norm(*args)
 
     def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        # The square projection leaves its last wave half empty: cuBLAS's tiles waste less of it.
-        if x.shape[0] >= _TRITON_ROWS and w.shape[0] != w.shape[1] and w.shape[0] % 8 == 0:
-            self._gemm.linear(x, w, out, sms=self._sms, bias=bias)
-        elif bias is None:
-            torch.mm(x, w.t(), out=out)
+        def cublas() -> None:
+            if bias is None:
+                torch.mm(x, w.t(), out=out)
+            else:
+                torch.addmm(bias, x, w.t(), out=out)
+
+        rows, columns = x.shape[0], w.shape[0]
+        if rows <= self._choice.SKINNY_ROWS:
+            tile = self._choice.skinny_tile(columns, w.shape[1])
+            self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, bias=bias)
+        elif rows < self._choice.MEASURED_ROWS or columns % 8:  # TMA wants rows of whole 16 bytes
+            cublas()
         else:
-            torch.addmm(bias, x, w.t(), out=out)
+            persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, bias=bias)
+            self.gemm_choice.run((rows, columns, w.shape[1], 0), (cublas, persistent))
 
     def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None:
-        if x.shape[0] >= _TRITON_ROWS and block == self._gemm.GATE_BLOCK:
-            self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True)
-            return
-        torch.mm(x, w.t(), out=both)
-        self._elementwise.silu_mul(both, out, block)
+        def cublas() -> None:
+            torch.mm(x, w.t(), out=both)
+            self._elementwise.silu_mul(both, out, block)
+
+        rows, (columns, depth) = x.shape[0], w.shape
+        if rows <= self._choice.SKINNY_ROWS and block % 64 == 0:
+            tile = self._choice.skinny_tile(columns // 2, depth)
+            self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
+        elif rows < self._choice.MEASURED_ROWS or block != self._gemm.GATE_BLOCK:
+            cublas()
+        else:
+            persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
+            self.gemm_choice.run((rows, columns, depth, 1), (cublas, persistent))
 
     def rope_append(self, *args: Any, num_heads: int) -> None:
         self._elementwise.rope_append(*args, num_heads=num_heads)

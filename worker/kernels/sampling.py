@@ -242,6 +242,8 @@ def sample(
     slots: torch.Tensor,
     sampled: torch.Tensor,
     last_tokens: torch.Tensor,
+    *,
+    block: int = _BLOCK,
 ) -> None:
     """sampled[rows[i]] = a token of logits[i], for all i with first + i < num_rows; -1 if a logit is not finite.
 
@@ -251,7 +253,7 @@ def sample(
     count, vocab = logits.shape
     if vocab > _MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab} tokens is too large to be sampled: {_MAX_VOCAB} at most")
-    block = min(_BLOCK, triton.next_power_of_2(vocab))
+    block = min(block, triton.next_power_of_2(vocab))
     _sample_kernel[(count,)](
         logits,
         rows,
