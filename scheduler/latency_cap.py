@@ -3,9 +3,10 @@
 Learns from the times of past steps, bucket by bucket. Knows nothing of requests, plans or the clock.
 
 Two rules move the cap. A bucket whose recent steps were mostly late is closed, with all above it. The next one is
-opened when the last one ends in good time: with time to spare at once, else only as far as few late steps
-have been seen lately, because a bucket that is opened for a try may turn out late, and so may one that was fast
-while contexts were short.
+opened when the last one ends in good time: with time to spare at once, else only if few steps have been late
+lately, because a bucket that is opened for a try may turn out too slow: at once, or only when the requests that it
+let in have grown. Then these go on, and steps may be late until they end; the longer that lasts, the longer no
+larger bucket is tried.
 """
 
 from __future__ import annotations

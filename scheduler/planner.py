@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from scheduler import batcher
 from scheduler.admission import Admission
+from scheduler.latency_cap import LatencyCap
 from scheduler.plan import EngineCapacity
 from scheduler.plan_draft import PlanDraft
 from scheduler.residence import Residence
@@ -23,8 +24,14 @@ class Planner:
     """Fills iterations of constant size."""
 
     def __init__(
-        self, config: SchedulerConfig, capacity: EngineCapacity, residence: Residence, admission: Admission
+        self,
+        config: SchedulerConfig,
+        capacity: EngineCapacity,
+        residence: Residence,
+        admission: Admission,
+        cap: LatencyCap | None = None,
     ) -> None:
+        """cap: rows that prefills may fill up to, where there is a target for latency; decodes always run."""
         self._config = config
         self._page_size = capacity.page_size
         self._max_tokens = capacity.max_batch_tokens
@@ -32,6 +39,7 @@ class Planner:
         self._slots = residence.slots
         self._pool = residence.pool
         self._admission = admission
+        self._cap = cap
 
     def draft(self, now: float) -> PlanDraft:
         """The next iteration; without rows when there is nothing to compute until a result is there."""
@@ -44,10 +52,19 @@ class Planner:
 
     def _fill(self, draft: PlanDraft, now: float) -> None:
         self._add_decodes(draft)
-        num_tokens = self._max_tokens - len(draft.decodes)
-        if not draft.num_preemptions:  # else pages are short: nobody new
+        num_tokens, may_start = self._room_beside(draft.decodes)
+        if may_start and not draft.num_preemptions:  # else pages are short: nobody new
             self._admission.start(draft, num_tokens, now)
         self._add_prefills(draft, num_tokens)
+
+    def _room_beside(self, decodes: Int32) -> tuple[int, bool]:
+        """Tokens for prefills, and whether anybody new may come."""
+        free = self._max_tokens - len(decodes)
+        if self._cap is None:
+            return free, True
+        num_running = len(decodes) + len(self._slots.where(SlotState.PREFILL))
+        # Prefills that run go on in any case; they will decode, so that newcomers must leave them a row each.
+        return min(free, max(1, self._cap.batch_tokens - len(decodes))), num_running < self._cap.batch_tokens
 
     def _add_decodes(self, draft: PlanDraft) -> None:
         """All live decodes, also those whose input token is still being sampled."""

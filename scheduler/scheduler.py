@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from scheduler import batcher
 from scheduler.admission import Admission
+from scheduler.latency_cap import LatencyCap
 from scheduler.memory_forecast import OutputLengths
 from scheduler.plan import (
     Cancel,
@@ -81,9 +82,11 @@ class Scheduler:
         self._lengths = OutputLengths(capacity.max_model_len)
         self._residence = Residence(capacity)
         self._slots, self._pool, self._waiting = self._residence.slots, self._residence.pool, self._residence.waiting
-        self._planner = Planner(
-            config, capacity, self._residence, Admission(config, capacity, self._residence, self._lengths)
-        )
+        self._cap: LatencyCap | None = None
+        if config.target_itl_s is not None:
+            self._cap = LatencyCap([bucket.batch_tokens for bucket in capacity.buckets], config.target_itl_s)
+        admission = Admission(config, capacity, self._residence, self._lengths)
+        self._planner = Planner(config, capacity, self._residence, admission, self._cap)
         self._requests: dict[str, TrackedRequest] = {}  # all that have not ended
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, id), also of ended ones
         self._num_arrivals = 0
@@ -165,6 +168,7 @@ class Scheduler:
         if result.step != plan.step or len(result.sampled) != np.count_nonzero(plan.samples):
             raise ExecutorError(f"step {plan.step} was answered by a result that is not its own")
         self._residence.step_finished()
+        self._learn_time(unfinished, result)
         starts = self._starts(unfinished.draft)
         wasted = int(plan.counts[self._slots.state[plan.slots] == SlotState.ENDED].sum())
         for fault in result.faults:
@@ -199,6 +203,13 @@ class Scheduler:
         )
 
     # --- taking in a result ---
+
+    def _learn_time(self, unfinished: _Unfinished, result: StepResult) -> None:
+        """How long the step took between two tokens, where latency has a target."""
+        if self._cap is not None:
+            # Decodes had a row in the step before too: the device's wait for this one lies between their tokens.
+            waited_s = result.idle_s if unfinished.plan.num_decodes else 0.0
+            self._cap.record(unfinished.batch_tokens, waited_s + result.run_s)
 
     def _save_full_pages(self, plan: IterationPlan) -> None:
         """Pages that the plan has filled: keep their tokens, and let the prefix cache know them."""

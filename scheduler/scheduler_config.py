@@ -14,3 +14,4 @@ class SchedulerConfig:
     max_passes: int = 64  # later requests that may be started before a waiting one; then nobody may, until it runs
     lookahead: int = 8  # waiting requests that are considered per iteration when the first ones do not fit
     oldest_prefill_share: float = 0.25  # of an iteration's prefill tokens, for the oldest unfinished prompt
+    target_itl_s: float | None = None  # seconds between two tokens of a request that iterations must keep to
