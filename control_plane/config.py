@@ -55,6 +55,24 @@ class EngineConfig:
         low=1,
         unset=_by_device("max_batch_tokens"),
     )
+    expected_input_len: int | None = option(
+        "Mean prompt tokens of requests; with --expected-output-len, B_dense is what the KV cache can keep full.",
+        default=default_of(WorkerConfig, "expected_input_len"),
+        low=1,
+        unset="B_dense is --max-num-batched-tokens",
+    )
+    expected_output_len: int | None = option(
+        "Mean output tokens of requests.",
+        default=default_of(WorkerConfig, "expected_output_len"),
+        low=1,
+        unset="B_dense is --max-num-batched-tokens",
+    )
+    target_itl_ms: float | None = option(
+        "Milliseconds from one token to the next: iterations get as many tokens as keep to that.",
+        default=None,
+        low=0.1,
+        unset="throughput counts alone",
+    )
     max_num_seqs: int | None = option(
         "Requests that may run at once.", default=None, low=1, unset=_by_device("max_slots")
     )
@@ -102,6 +120,10 @@ class EngineConfig:
     step_timeout: float = option(
         "Seconds after which an iteration counts as hung and the instance is rebuilt.", default=60.0, low=0.1
     )
+
+    def __post_init__(self) -> None:
+        if (self.expected_input_len is None) != (self.expected_output_len is None):
+            raise ConfigError("expected-input-len and expected-output-len belong together: give both or neither")
 
 
 @dataclass(frozen=True, slots=True)

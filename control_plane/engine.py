@@ -51,6 +51,8 @@ def worker_config(engine: EngineConfig) -> WorkerConfig:
         num_pages=engine.num_gpu_blocks_override,
         kv_cache_bytes=engine.kv_cache_memory_bytes,
         gpu_memory_utilization=engine.gpu_memory_utilization,
+        expected_input_len=engine.expected_input_len,
+        expected_output_len=engine.expected_output_len,
         nano_batches=engine.nano_batches,
         seed=engine.seed,
         num_threads=engine.num_threads,
@@ -66,7 +68,8 @@ def single_rank_config(engine: EngineConfig) -> WorkerConfig:
 
 def scheduler_config(engine: EngineConfig, max_waiting: int = 0) -> SchedulerConfig:
     """What the scheduler needs; it takes at least max_waiting requests, which the front end bounds."""
-    config = SchedulerConfig(enable_prefix_caching=engine.enable_prefix_caching)
+    target_itl_s = None if engine.target_itl_ms is None else 1e-3 * engine.target_itl_ms
+    config = SchedulerConfig(enable_prefix_caching=engine.enable_prefix_caching, target_itl_s=target_itl_s)
     return replace(config, max_waiting=max(config.max_waiting, max_waiting))
 
 

@@ -36,6 +36,7 @@ GAUGES = {
     "kv_pages": "KV pages in all.",
     "dense_batch_fill": "Token rows of the last iteration over those of the batch that ran, 0 to 1.",
     "dense_batch_tokens": "The constant batch size of a full iteration.",
+    "dense_batch_tokens_allowed": "Of these, the rows that prefills may fill up to now, to keep to --target-itl-ms.",
 }
 
 COUNTERS = {

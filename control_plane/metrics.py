@@ -93,6 +93,7 @@ class Metrics:
         metrics.set("instance_up", 1)
         metrics.set("kv_pages", capacity.num_pages)
         metrics.set("dense_batch_tokens", capacity.max_batch_tokens)
+        metrics.set("dense_batch_tokens_allowed", capacity.max_batch_tokens)
         shape = (str(capacity.page_size), str(capacity.num_pages))
         self._families.cache_config_info.labels(*metrics.labels, *shape).set(1)
 
@@ -207,6 +208,7 @@ def _set_load(metrics: InstanceMetrics, load: LoadReport) -> None:
 def _count_step(metrics: InstanceMetrics, stats: StepStats) -> None:
     fill = stats.num_tokens / max(stats.batch_tokens, 1)
     metrics.set("dense_batch_fill", fill)
+    metrics.set("dense_batch_tokens_allowed", stats.max_batch_tokens)
     metrics.observe("dense_batch_fill_ratio", fill)
     metrics.observe("iteration_tokens_total", stats.num_tokens)
     metrics.inc("iterations")

@@ -130,6 +130,7 @@ class StepStats:
     step: int
     num_tokens: int  # token rows computed
     batch_tokens: int  # rows of the bucket that ran
+    max_batch_tokens: int  # rows that iterations may have now: B_dense, or less to keep to a target for latency
     num_decodes: int
     num_prompt_tokens: int  # of num_tokens, prompt tokens computed (recomputed ones too)
     num_wasted_tokens: int  # computed for requests that had already ended

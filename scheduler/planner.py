@@ -41,6 +41,11 @@ class Planner:
         self._admission = admission
         self._cap = cap
 
+    @property
+    def max_tokens(self) -> int:
+        """Token rows that an iteration may have now, if its decodes need no more."""
+        return self._max_tokens if self._cap is None else self._cap.batch_tokens
+
     def draft(self, now: float) -> PlanDraft:
         """The next iteration; without rows when there is nothing to compute until a result is there."""
         draft = PlanDraft()
@@ -64,7 +69,7 @@ class Planner:
             return free, True
         num_running = len(decodes) + len(self._slots.where(SlotState.PREFILL))
         # Prefills that run go on in any case; they will decode, so that newcomers must leave them a row each.
-        return min(free, max(1, self._cap.batch_tokens - len(decodes))), num_running < self._cap.batch_tokens
+        return min(free, max(1, self.max_tokens - len(decodes))), num_running < self.max_tokens
 
     def _add_decodes(self, draft: PlanDraft) -> None:
         """All live decodes, also those whose input token is still being sampled."""

@@ -55,6 +55,7 @@ class _Unfinished:
     plan: IterationPlan
     draft: PlanDraft
     batch_tokens: int
+    max_batch_tokens: int  # that it might have had
     num_preemptions: int  # since the plan before
     plan_s: float
 
@@ -154,8 +155,8 @@ class Scheduler:
         self._residence.step_planned(plan)
         num_preemptions = self._residence.num_preemptions - self._num_preemptions_told
         self._num_preemptions_told += num_preemptions
-        plan_s = time.perf_counter() - started
-        self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, num_preemptions, plan_s))
+        plan_s, most = time.perf_counter() - started, self._planner.max_tokens
+        self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, most, num_preemptions, plan_s))
         return plan
 
     def finish(self, plan: IterationPlan, result: StepResult, now: float, late: bool = False) -> OutputBatch:
@@ -302,6 +303,7 @@ def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: b
         step=plan.step,
         num_tokens=plan.num_tokens,
         batch_tokens=unfinished.batch_tokens,
+        max_batch_tokens=unfinished.max_batch_tokens,
         num_decodes=plan.num_decodes,
         num_prompt_tokens=plan.num_tokens - plan.num_decodes,
         num_wasted_tokens=num_wasted,

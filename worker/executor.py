@@ -20,6 +20,7 @@ import torch
 from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, nanobatch_only, sequential
 from autosearch.specs import ModelSpec
+from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.batch_input import SampleRows, SlotTable, build_batch
@@ -55,8 +56,8 @@ class Worker:
         self.rank = rank
         self.spec = ModelSpec.from_folder(config.model_dir)
         self._shard: Shard = shard(self.spec, config.tensor_parallel_size, rank)
-        self._schedules = _schedules(config, self.spec)
         self._cache_shape = _cache_shape(config, self.spec, self._shard)
+        self._schedules = _schedules(config, self.spec, self._cache_shape)
         self._capacity = _capacity(config, self.spec, self._cache_shape, self._schedules)
         self._group: TensorParallelGroup | None = None
         self._model: Decoder | None = None
@@ -208,7 +209,7 @@ def _sampling_rows(slots: SlotTable, samples: SampleRows) -> SamplingRows:
     )
 
 
-def _schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
+def _schedules(config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape) -> tuple[PipelineSchedule, ...]:
     """The schedules to hold, ascending in batch_tokens. Raises InvalidScheduleError."""
     if config.max_batch_tokens < 1 or config.nano_batches < 1:
         raise CapacityError("max_batch_tokens and nano_batches must be at least 1")
@@ -216,8 +217,12 @@ def _schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule,
     if config.schedule_files:
         schedules = [PipelineSchedule.from_file(path) for path in config.schedule_files]
     else:
+        most = config.max_batch_tokens
+        if config.expected_input_len is not None and config.expected_output_len is not None:
+            kv_tokens = shape.num_pages * shape.page_size
+            most = fitted_batch_tokens(kv_tokens, config.expected_input_len, config.expected_output_len, most)
         # Smaller buckets let the scheduler say how full a batch is; rows that are not there cost nothing here.
-        sizes = {max(1, config.max_batch_tokens >> halvings) for halvings in range(4)}
+        sizes = {max(1, most >> halvings) for halvings in range(4)}
         schedules = [
             sequential(operators, size)
             if config.nano_batches == 1

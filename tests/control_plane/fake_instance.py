@@ -180,6 +180,7 @@ class FakeInstance:
             step=self.num_steps,
             num_tokens=num_tokens,
             batch_tokens=self.capacity.max_batch_tokens,
+            max_batch_tokens=self.capacity.max_batch_tokens,
             num_decodes=num_decodes,
             num_prompt_tokens=num_tokens - num_decodes,
             num_wasted_tokens=0,

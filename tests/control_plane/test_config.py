@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -10,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
+from control_plane.engine import scheduler_config, worker_config
 from control_plane.flags import configured
 from control_plane.options import ConfigError, options_of
 from control_plane.validation import Limits
@@ -98,3 +100,15 @@ def test_groups_are_frozen_and_every_option_is_explained():
         assert each.help.endswith("."), each.name
         assert each.required or each.default is None or isinstance(each.default, each.kind), each.name
         assert each.default is not None or each.unset, f"{each.name} must say what leaving it out means"
+
+
+def test_expected_lengths_are_given_both_or_neither():
+    with pytest.raises(ConfigError, match="expected-output-len belong together"):
+        EngineConfig(Path("m"), expected_input_len=512)
+    found = worker_config(EngineConfig(Path("m"), device="cpu", expected_input_len=512, expected_output_len=128))
+    assert (found.expected_input_len, found.expected_output_len) == (512, 128)
+
+
+def test_a_target_for_latency_reaches_the_scheduler_in_seconds():
+    assert scheduler_config(EngineConfig(Path("m"))).target_itl_s is None
+    assert scheduler_config(EngineConfig(Path("m"), target_itl_ms=25.0)).target_itl_s == pytest.approx(0.025)

@@ -271,3 +271,4 @@ def test_idle_time_counts_between_two_tokens_only() -> None:
     driver.add(make_request("0", 4, 5))
     driver.run()
     assert seen == [1.0, 11.0, 11.0, 11.0, 11.0]
+    assert driver.stats[-1].max_batch_tokens == driver.scheduler._cap.batch_tokens == 8

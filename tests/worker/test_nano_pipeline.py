@@ -1,5 +1,7 @@
 """Schedules in any valid order give the tokens of the sequential one."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -104,6 +106,14 @@ def test_buckets_are_ascending_and_end_at_the_dense_batch(most, sizes, random_mo
     buckets = Worker(WorkerConfig(random_model("llama"), max_batch_tokens=most)).capacity.buckets
     assert [bucket.batch_tokens for bucket in buckets] == sizes
     assert [bucket.id for bucket in buckets] == list(range(len(sizes)))
+
+
+def test_the_dense_batch_is_what_memory_keeps_full_for_the_lengths_that_are_expected(random_model):
+    """1,024 tokens of KV hold 34 requests of 20 + 20 tokens at their mean length of 30: two rows each."""
+    config = WorkerConfig(random_model("llama"), max_batch_tokens=100, page_size=16, num_pages=64)
+    lengths = {"expected_input_len": 20, "expected_output_len": 20}
+    assert Worker(replace(config, **lengths)).capacity.max_batch_tokens == 68
+    assert Worker(replace(config, max_batch_tokens=50, **lengths)).capacity.max_batch_tokens == 50
 
 
 def test_schedules_of_files_become_the_buckets(random_model, tmp_path):
