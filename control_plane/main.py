@@ -126,12 +126,22 @@ def throughput(
     input_len: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
     output_len: Annotated[int, typer.Option(help="Output tokens of each request.")] = 512,
     num_prompts: Annotated[int, typer.Option(help="Requests, all submitted at once.")] = 64,
+    lengths_file: Annotated[
+        Path | None, typer.Option(help="CSV whose last two columns are prompt and output tokens, to draw lengths from.")
+    ] = None,
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Plan an iteration only after the one before has ended.")
+    ] = False,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="On a GPU: time each operator by itself afterwards, a minute or so.")
+    ] = False,
 ) -> None:
     """Tokens per second of one engine in this process, everything submitted at once."""
-    from control_plane.bench.throughput import Workload, run
+    from control_plane.bench.throughput import Mode, run
+    from control_plane.bench.workload import Workload
 
     _set_up_logging(log)
-    run(engine, Workload(num_prompts, input_len, output_len))
+    run(engine, Workload(num_prompts, input_len, output_len, lengths_file), Mode(synchronous, breakdown))
 
 
 @bench_app.command()

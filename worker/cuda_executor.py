@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
@@ -61,6 +61,15 @@ class _Stage:
         if cuda:
             self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.done = torch.cuda.Event()
+        self.key = GraphKey(0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """An iteration as it was handed over: to be run again, in parts, by benchmarks."""
+
+    key: GraphKey
+    block: torch.Tensor
 
 
 class CudaExecutor:
@@ -121,6 +130,30 @@ class CudaExecutor:
         self._closed = True
         self.__dict__.pop("_model", None)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, activations and KV."""
+        return self._dtype
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """The GPU's memory by purpose; empty without a GPU."""
+        return asdict(self.memory) if self.memory else {}
+
+    def snapshot(self, step: int) -> Snapshot | None:
+        """The block of one of the latest steps; None when another has taken its place."""
+        if not self._num_submitted - _RING <= step < self._num_submitted:
+            return None
+        stage = self._stages[step % _RING]
+        return Snapshot(stage.key, stage.view.block.clone())
+
+    def replay(self, snapshot: Snapshot, parts: Collection[str], rows: int | None = None) -> Callable[[], None]:
+        """What runs these operators of the iteration once, on so many rows instead of its own. After all steps only."""
+        with torch.inference_mode():
+            self._model.view.block.copy_(snapshot.block)
+            key = snapshot.key if rows is None else _graph_key(rows, snapshot.key.has_prefill)
+            return self._model.capture_parts(key, parts).replay
+
     def _queue(self, plan: IterationPlan, packed: Packed, stage: _Stage) -> None:
         model = self._model
         model.view.block.copy_(stage.view.block, non_blocking=True)
@@ -129,7 +162,8 @@ class CudaExecutor:
             model.page_table.view(-1)[cells.long()] = pages
         if self._cuda:
             stage.begin.record()
-        model.run(_graph_key(self._buckets[plan.bucket], packed.has_prefill))
+        stage.key = _graph_key(self._buckets[plan.bucket], packed.has_prefill)
+        model.run(stage.key)
         self._sample(packed)
         if self._cuda:
             stage.end.record()

@@ -7,8 +7,8 @@ runs on the reference kernels, without graphs. Knows nothing of plans or request
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,14 +153,37 @@ class CudaModel:
     def _head(self) -> torch.Tensor:
         return self._weights.get(LM_HEAD, self._weights[EMBEDDING])
 
-    def _iteration(self, key: GraphKey) -> None:
+    def capture_parts(self, key: GraphKey, parts: Collection[str]) -> torch.cuda.CUDAGraph:
+        """A graph of an iteration with these operators only, `embed` and `lm_head` among them: for measuring."""
+        graph = torch.cuda.CUDAGraph()
+        self._iteration(key, parts)
+        with torch.cuda.graph(graph):
+            self._iteration(key, parts)
+        return graph
+
+    def logits(self, num_samples: int) -> torch.Tensor:
+        """Logits of the last iteration's sampled rows, [samples, vocab] fp32: for checks."""
+        return self._sampled_hidden[:num_samples].float() @ self._head().float().t()
+
+    def _iteration(self, key: GraphKey, parts: Collection[str] | None = None) -> None:
         view, rows = self.view, key.rows
         samples = min(rows, self.limits.slots)
         self.page_table.view(-1)[view["table_cells"].long()] = view["table_pages"]
         self._tickets.zero_()
-        self._kernels.embed(view["tokens"][:rows], self.last_tokens, self._weights[EMBEDDING], self._residual[:rows])
+        if parts is None or "embed" in parts:
+            table = self._weights[EMBEDDING]
+            self._kernels.embed(view["tokens"][:rows], self.last_tokens, table, self._residual[:rows])
+        operators = self.operators(key.has_prefill)
+        if parts is not None:
+            operators = {name: o if name in parts else replace(o, run=_nothing) for name, o in operators.items()}
         schedule: PipelineSchedule = sequential(layer_operators(self.spec), rows)
-        NanoPipeline(schedule, self.operators(key.has_prefill)).run(rows, self.spec.num_layers, _Rows)
+        NanoPipeline(schedule, operators).run(rows, self.spec.num_layers, _Rows)
+        if parts is None or "lm_head" in parts:
+            self._choose_tokens(samples)
+
+    def _choose_tokens(self, samples: int) -> None:
+        """The greedy choice of the sampled rows, as results and as next tokens."""
+        view = self.view
         hidden = self._sampled_hidden[:samples]
         self._kernels.gather_norm(
             self._residual,
@@ -245,7 +268,7 @@ class CudaModel:
 
 
 def _nothing(layer: int, rows: _Rows) -> None:
-    """A batch without prefill chunks has no prefill attention."""
+    """An operator that is left out: a batch without prefill chunks has no prefill attention."""
 
 
 def unsupported(spec: ModelSpec) -> str:

@@ -1,7 +1,9 @@
 """Offline throughput of one engine in this process: everything submitted at once, nothing else measured.
 
 The work is fixed so that figures of different days and engines can stand side by side: prompts of random token
-ids, greedy, ignoring end-of-sequence ids, no prefix hits, no text. Knows nothing of Ray or transport.
+ids, greedy, ignoring end-of-sequence ids, no prefix hits, no text. On a GPU the share of the optimum (paper, Eq. 5,
+with the sustained GEMM rate of the same run), clocks, watts and joules stand beside it, and a breakdown where it is
+asked for. Knows nothing of Ray or transport.
 """
 
 from __future__ import annotations
@@ -12,165 +14,175 @@ import platform
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from control_plane.bench.workload import STEADY, draw_requests
+from autosearch.specs import ModelSpec
+from control_plane.bench.gpu_meter import GpuMeter, gemm_rate, memory_bound_step_s, parameters
+from control_plane.bench.record import Record
+from control_plane.bench.waterfall import Snapshots, waterfall
+from control_plane.bench.workload import Workload
 from control_plane.config import EngineConfig
-from control_plane.engine import scheduler_config, single_rank_config
+from control_plane.engine import make_loop, open_engine
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from scheduler.loop import EngineLoop
-from scheduler.plan import EngineCapacity, OutputBatch
-from scheduler.request import NewRequest
-from scheduler.scheduler import Scheduler
-from worker.executor import LocalExecutor, Worker
+from scheduler.plan import EngineCapacity, IterationPlan
+from scheduler.ports import Executor, PendingStep
+from worker.cuda_executor import CudaExecutor
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What is submitted at t = 0."""
+class Mode:
+    """How a benchmark runs."""
 
-    num_prompts: int
-    input_len: int  # prompt tokens of each request
-    output_len: int  # output tokens of each request
-
-    def requests(self, vocab_size: int) -> list[NewRequest]:
-        """The same requests for the same workload and vocabulary."""
-        return draw_requests([(self.input_len, self.output_len)] * self.num_prompts, vocab_size)
+    synchronous: bool = False  # plan a step only after the one before has ended
+    breakdown: bool = False  # afterwards, time each operator of a steady iteration by itself (GPU only)
 
 
-class _Record:
-    """Counts what the loop puts out, in the loop's thread; `done` when all requests have ended."""
+class Synchronous:
+    """An executor that returns from submit() only when the step has ended: what planning ahead is measured against."""
 
-    def __init__(self, num_requests: int) -> None:
-        self.done = threading.Event()
-        self.steps: list[tuple[float, int, int]] = []  # (time, tokens computed, rows of the bucket)
-        self.failures: list[str] = []
-        self.idle_s = 0.0
-        self.run_s = 0.0
-        self.late = 0
-        self.preemptions = 0
-        self._open = num_requests
+    def __init__(self, inner: Executor, timeout_s: float) -> None:
+        self._inner, self._timeout_s = inner, timeout_s
 
-    def __call__(self, batch: OutputBatch) -> None:
-        if (stats := batch.stats) is not None:
-            self.steps.append((time.perf_counter(), stats.num_tokens, stats.batch_tokens))
-            self.idle_s += stats.idle_s
-            self.run_s += stats.run_s
-            self.late += stats.late
-            self.preemptions += stats.num_preemptions
-        self.failures += [end.error or str(end.finish_reason) for end in batch.ends if end.finish_reason != "length"]
-        self._open -= len(batch.ends)
-        if self._open == 0:
-            self.done.set()
+    @property
+    def capacity(self) -> EngineCapacity:
+        return self._inner.capacity
+
+    def submit(self, plan: IterationPlan) -> PendingStep:
+        step = self._inner.submit(plan)
+        step.result(self._timeout_s)
+        return step
+
+    def close(self) -> None:
+        self._inner.close()
 
 
-def run(engine: EngineConfig, workload: Workload) -> dict[str, Any]:
+def run(engine: EngineConfig, workload: Workload, mode: Mode = Mode()) -> dict[str, Any]:
     """Load, run and measure; the result, also printed as one JSON line.
 
     Raises ConfigError where the workload does not fit, and what the worker raises for a model it cannot load.
     """
     engine = replace(engine, enable_prefix_caching=False)
+    spec, lengths = ModelSpec.from_folder(engine.model), workload.lengths()
+    _check_lengths(lengths, engine.max_model_len)
     began = time.perf_counter()
-    worker = Worker(single_rank_config(engine))
-    _check(workload, worker.capacity)
     line = ProgressLine()
-    worker.load(line.share)
+    executor = open_engine(engine, line.share)
     line.done()
-    executor = LocalExecutor(worker)
     start_s = time.perf_counter() - began
-    print(f"ready after {start_s:.1f} s: {describe(engine, workload, worker.capacity)}", file=sys.stderr, flush=True)
-    requests = workload.requests(worker.spec.vocab_size)
-    record = _Record(len(requests))
-    loop = EngineLoop(
-        Scheduler(scheduler_config(engine, len(requests)), worker.capacity), executor, record, engine.step_timeout
-    )
+    try:
+        _check_lengths(lengths, executor.capacity.max_model_len)
+        gpu = executor if isinstance(executor, CudaExecutor) else None
+        if mode.breakdown and gpu is None:
+            raise ConfigError("--breakdown is for GPUs: leave it out")
+        setting = _setting(engine, workload, mode, executor, spec)
+        print(f"ready after {start_s:.1f} s: {setting}", file=sys.stderr, flush=True)
+        figures = _measure(engine, workload, mode, executor, gpu, spec)
+    finally:
+        executor.close()
+    result = {**setting, "start_s": round(start_s, 3), **figures}
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _measure(
+    engine: EngineConfig, workload: Workload, mode: Mode, executor: Executor, gpu: CudaExecutor | None, spec: ModelSpec
+) -> dict[str, Any]:
+    """Run the work; the figures."""
+    requests = workload.requests(spec.vocab_size)
+    prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    output_tokens = sum(request.sampling.max_tokens for request in requests)
+    rate = gemm_rate(spec, gpu.dtype) if gpu else 0.0
+    snapshots = Snapshots(gpu) if gpu and mode.breakdown else None
+    record = Record(len(requests), snapshots.on_step if snapshots else lambda stats: None)
+    driven = Synchronous(executor, engine.step_timeout) if mode.synchronous else executor
+    loop = make_loop(engine, driven, record, len(requests))
     thread = threading.Thread(target=_run_loop, args=(loop, record), name="engine")
+    meter = GpuMeter() if gpu else None
+    if meter:
+        meter.start()
     submitted = time.perf_counter()
     loop.submit(requests)
     thread.start()
     record.done.wait()
+    power = meter.stop(prompt_tokens + output_tokens) if meter else {}
     loop.stop()
     thread.join()
-    executor.close()
     if record.failures:
         raise RuntimeError(f"{len(record.failures)} requests did not end as they should: {record.failures[0]}")
-    result = {
-        **_setting(engine, workload, worker.capacity),
-        "start_s": round(start_s, 3),
-        **_figures(record, submitted, workload),
-    }
-    print(json.dumps(result))
-    return result
+    figures = record.figures(submitted, prompt_tokens, output_tokens)
+    if gpu:
+        figures |= _shares(figures, rate, spec) | power
+        concurrent = min(len(requests), executor.capacity.max_slots)
+        context = (prompt_tokens + output_tokens / 2) / len(requests)
+        bound = memory_bound_step_s(spec, concurrent, context, gpu.dtype.itemsize)
+        figures["memory_bound_step_ms"] = round(bound * 1e3, 4)
+    if snapshots:
+        figures |= waterfall(snapshots, record, figures, rate, output_tokens)
+    return figures
 
 
-def describe(engine: EngineConfig, workload: Workload, capacity: EngineCapacity) -> str:
-    """The setting in one line."""
-    return (
-        f"{engine.model.name}, {workload.num_prompts} requests of {workload.input_len} in and "
-        f"{workload.output_len} out, "
-        f"B_dense {capacity.max_batch_tokens}, {capacity.max_slots} slots, {capacity.num_pages} pages of "
-        f"{capacity.page_size}"
-    )
-
-
-def _run_loop(loop: EngineLoop, record: _Record) -> None:
+def _run_loop(loop: EngineLoop, record: Record) -> None:
     try:
         loop.run()
     except Exception as error:
-        record.failures.append(f"{type(error).__name__}: {error}")
-        record.done.set()
+        record.fail(error)
 
 
-def _check(workload: Workload, capacity: EngineCapacity) -> None:
-    if min(workload.num_prompts, workload.input_len, workload.output_len) < 1:
-        raise ConfigError("num-prompts, input-len and output-len must be at least 1")
-    length = workload.input_len + workload.output_len
-    if length > capacity.max_model_len:
+def _check_lengths(lengths: list[tuple[int, int]], max_model_len: int | None) -> None:
+    longest = max(prompt + output for prompt, output in lengths)
+    if max_model_len is not None and longest > max_model_len:
         raise ConfigError(
-            f"input-len + output-len is {length}, and one request can have {capacity.max_model_len} tokens: "
+            f"input-len + output-len is {longest}, and one request can have {max_model_len} tokens: "
             "lower them, or raise --max-model-len or --kv-cache-memory-bytes"
         )
 
 
-def _setting(engine: EngineConfig, workload: Workload, capacity: EngineCapacity) -> dict[str, Any]:
+def _shares(figures: dict[str, Any], rate: float, spec: ModelSpec) -> dict[str, Any]:
+    """The optimum (paper, Eq. 5) at the measured GEMM rate, and what was reached of it."""
+    optimum = rate / (2 * parameters(spec))
+    steady = figures["steady_tokens_per_s"]
     return {
+        "gemm_tflops": round(rate / 1e12, 1),
+        "optimum_tokens_per_s": round(optimum, 1),
+        "share_of_optimum": round(figures["tokens_per_s"] / optimum, 4),
+        "steady_share_of_optimum": round(steady / optimum, 4) if steady else None,
+    }
+
+
+def _setting(
+    engine: EngineConfig, workload: Workload, mode: Mode, executor: Executor, spec: ModelSpec
+) -> dict[str, Any]:
+    capacity = executor.capacity
+    setting: dict[str, Any] = {
         "benchmark": "throughput",
         "model": engine.model.resolve().name,
         "load_format": engine.load_format,
-        "dtype": engine.dtype,
-        **asdict(workload),
+        "num_prompts": workload.num_prompts,
+        "input_len": workload.input_len,
+        "output_len": workload.output_len,
+        "lengths_file": workload.lengths_file and workload.lengths_file.name,
+        "synchronous": mode.synchronous,
         "batch_tokens": capacity.max_batch_tokens,
         "max_slots": capacity.max_slots,
         "num_pages": capacity.num_pages,
         "page_size": capacity.page_size,
-        "device": platform.processor() or platform.machine(),
-        "num_cpus": os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def _figures(record: _Record, submitted: float, workload: Workload) -> dict[str, Any]:
-    """Rates count prompt and output tokens; fill and drain are in the whole run's."""
-    total_s = record.steps[-1][0] - submitted
-    num_tokens = workload.num_prompts * (workload.input_len + workload.output_len)
-    low, high = (submitted + share * total_s for share in STEADY)
-    steady = [step for step in record.steps if low <= step[0] <= high]
-    steady_tokens = sum(tokens for _, tokens, _ in steady[1:])
-    steady_s = steady[-1][0] - steady[0][0] if len(steady) > 1 else 0.0
-    return {
-        "total_s": round(total_s, 4),
-        "tokens_per_s": round(num_tokens / total_s, 2),
-        "output_tokens_per_s": round(workload.num_prompts * workload.output_len / total_s, 2),
-        "steady_tokens_per_s": round(steady_tokens / steady_s, 2) if steady_s else None,
-        "num_steps": len(record.steps),
-        "mean_batch_tokens": round(sum(tokens for _, tokens, _ in record.steps) / len(record.steps), 2),
-        "busy_share": round(record.run_s / max(record.run_s + record.idle_s, 1e-9), 5),
-        "late_plans": record.late,
-        "preemptions": record.preemptions,
+    if isinstance(executor, CudaExecutor):
+        return setting | {
+            "device": torch.cuda.get_device_name(),
+            "dtype": str(executor.dtype).removeprefix("torch."),
+            "memory_bytes": executor.memory_bytes,
+        }
+    return setting | {
+        "device": platform.processor() or platform.machine(),
+        "dtype": "float32",
+        "num_cpus": os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
     }

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from control_plane.bench.throughput import Workload, run
+from control_plane.bench.throughput import Mode, run
+from control_plane.bench.workload import Workload
 from control_plane.config import EngineConfig
 from control_plane.options import ConfigError
 
@@ -53,3 +54,28 @@ def test_the_work_is_the_same_each_time_and_within_the_vocabulary():
 def test_work_that_does_not_fit_is_refused(engine, input_len, output_len):
     with pytest.raises(ConfigError, match="input-len"):
         run(engine, Workload(num_prompts=1, input_len=input_len, output_len=output_len))
+
+
+def test_lengths_come_from_a_file_and_the_same_rows_each_time(tmp_path):
+    file = tmp_path / "lengths.csv"
+    file.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(f"x,{n},{n + 1}\n" for n in range(1, 40)))
+    work = Workload(num_prompts=10, input_len=1, output_len=1, lengths_file=file)
+    lengths = work.lengths()
+    assert lengths == work.lengths()
+    assert len(set(lengths)) == 10
+    assert all(output == prompt + 1 and prompt >= 4 for prompt, output in lengths)
+    with pytest.raises(ConfigError, match="36 rows"):
+        Workload(37, 1, 1, file).lengths()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Workload(1, 1, 1, tmp_path / "absent.csv").lengths()
+
+
+def test_a_synchronous_run_gives_the_same_tokens_and_no_late_plan_goes_unseen(engine):
+    result = run(engine, Workload(num_prompts=3, input_len=10, output_len=7), Mode(synchronous=True))
+    assert result["synchronous"] is True
+    assert result["late_plans"] == result["num_steps"] - 1
+
+
+def test_a_breakdown_is_for_gpus(engine):
+    with pytest.raises(ConfigError, match="breakdown"):
+        run(engine, Workload(num_prompts=1, input_len=4, output_len=4), Mode(breakdown=True))

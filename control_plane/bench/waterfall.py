@@ -1,0 +1,167 @@
+"""From the bound to what a run reached: which operator of a steady iteration owes how much.
+
+While the benchmark runs, the block of a steady iteration is kept. Afterwards each operator of that iteration runs by
+itself over all layers, as a graph that is replayed until power has settled: milliseconds, watts and joules. The same
+is done for the GEMMs alone at every batch size that the run used, which gives the GEMM-only bound. Knows nothing of
+how the engine came to its batches.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from control_plane.bench.gpu_meter import GpuMeter, gemm_shapes
+from control_plane.bench.record import Record
+from scheduler.plan import StepStats
+from worker.cuda_executor import CudaExecutor, Snapshot
+
+SETTLE_S, MEASURE_S = 0.4, 1.0  # of replaying before, and while measuring
+GEMMS = ("qkv", "o", "up_gate", "down")
+PARTS = (*GEMMS, "lm_head", "decode_attention", "prefill_attention", "attn_norm", "ffn_norm", "rope_append", "embed")
+_EVERY_STEPS = 50  # how often an iteration is looked at
+
+
+class Snapshots:
+    """Keeps the full iteration that decodes most beside a prefill: of those that are looked at."""
+
+    def __init__(self, executor: CudaExecutor) -> None:
+        self.executor = executor
+        self.latest: Snapshot | None = None
+        self.stats: StepStats | None = None
+
+    def on_step(self, stats: StepStats) -> None:
+        """Called in the loop's thread, after the step's result."""
+        if stats.step % _EVERY_STEPS or not stats.num_decodes < stats.num_tokens == stats.batch_tokens:
+            return
+        if self.stats is None or stats.num_decodes >= self.stats.num_decodes:
+            found = self.executor.snapshot(stats.step)
+            if found is not None:
+                self.latest, self.stats = found, stats
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One part, sustained."""
+
+    ms: float
+    joules: float
+
+    @property
+    def watts(self) -> float:
+        return self.joules / self.ms * 1e3
+
+
+def waterfall(
+    snapshots: Snapshots, record: Record, figures: dict[str, Any], rate: float, num_output_tokens: int
+) -> dict[str, Any]:
+    """Prints the table; its numbers, and the GEMM-only bound of the whole run. rate: sustained FLOP/s of GEMMs."""
+    snapshot, stats, executor = snapshots.latest, snapshots.stats, snapshots.executor
+    if snapshot is None or stats is None:
+        return {"breakdown": None}
+    meter = GpuMeter()
+    parts = {name: _sustained(executor, meter, snapshot, (name,)) for name in PARTS}
+    whole = _sustained(executor, meter, snapshot, PARTS)
+    spec = executor.spec
+    ideal_ms = stats.num_tokens * spec.num_layers * 2 * sum(n * k for n, k in gemm_shapes(spec)) / rate * 1e3
+    bound_s = _gemm_only_s(executor, meter, snapshot, record)
+    bound_s += num_output_tokens * parts["lm_head"].ms / stats.num_decodes / 1e3
+    table = {name: _row(reading, whole) for name, reading in {**parts, "whole iteration": whole}.items()}
+    steps = _waterfall(parts, whole, ideal_ms, stats, figures)
+    _show(table, steps, stats)
+    return {
+        "gemm_bound_tokens_per_s": round(figures["tokens_per_s"] * figures["total_s"] / bound_s, 1),
+        "share_of_gemm_bound": round(bound_s / figures["total_s"], 4),
+        "breakdown": table,
+        "waterfall": steps,
+        "snapshot": {"rows": stats.num_tokens, "decodes": stats.num_decodes},
+    }
+
+
+def _row(reading: Reading, whole: Reading) -> dict[str, float]:
+    return {
+        "ms": round(reading.ms, 3),
+        "share": round(reading.ms / whole.ms, 4),
+        "joules": round(reading.joules, 3),
+        "watts": round(reading.watts, 1),
+    }
+
+
+def _show(table: dict[str, dict[str, float]], steps: list[tuple[str, float, float]], stats: StepStats) -> None:
+    """Both tables on stderr."""
+    lines = [f"one iteration of {stats.num_tokens} rows, {stats.num_decodes} of them decodes, each operator by itself:"]
+    for name, row in table.items():
+        lines.append(
+            f"  {name:<18}{row['ms']:>9.3f} ms {row['share']:>7.1%} {row['joules']:>8.3f} J {row['watts']:>6.0f} W"
+        )
+    lines.append("from the bound to what was reached:")
+    lines += [f"  {what:<56}{ms:>9.3f} ms {rate:>10.0f} tokens/s" for what, ms, rate in steps]
+    print("\n".join(lines), file=sys.stderr, flush=True)
+
+
+def _waterfall(
+    parts: dict[str, Reading], whole: Reading, ideal_ms: float, stats: StepStats, figures: dict[str, Any]
+) -> list[tuple[str, float, float]]:
+    """(what, milliseconds of the iteration, tokens/s once it is counted in), from the bound down."""
+    gemm_ms = sum(parts[name].ms for name in GEMMS)
+    summed = sum(part.ms for part in parts.values())
+    added = [
+        ("the layers' GEMMs at the rate of cuBLAS at 2,048 rows", ideal_ms),
+        ("wave loss and tiles", gemm_ms - ideal_ms),
+        ("lm_head and sampling", parts["lm_head"].ms),
+        ("decode attention", parts["decode_attention"].ms),
+        ("prefill attention", parts["prefill_attention"].ms),
+        (
+            "norms, RoPE + append, embedding",
+            sum(parts[n].ms for n in ("attn_norm", "ffn_norm", "rope_append", "embed")),
+        ),
+        ("together rather than apart (clock, launches)", whole.ms - summed),
+    ]
+    steps, total = [], 0.0
+    for what, ms in added:
+        total += ms
+        steps.append((what, round(ms, 3), round(stats.num_tokens / total * 1e3, 1)))
+    steps.append(("batches that are not full (steady middle)", 0.0, figures["steady_tokens_per_s"]))
+    steps.append(("fill and drain (whole run)", 0.0, figures["tokens_per_s"]))
+    return steps
+
+
+def _gemm_only_s(executor: CudaExecutor, meter: GpuMeter, snapshot: Snapshot, record: Record) -> float:
+    """Seconds of the layers' GEMMs of all the run's iterations, at the batch sizes that they had."""
+    used = Counter(stats.batch_tokens for _, stats in record.steps)
+    total_s = 0.0
+    for rows, count in used.items():
+        # Rare sizes are not worth a second each.
+        seconds = MEASURE_S if count > len(record.steps) / 50 else MEASURE_S / 10
+        total_s += count * _sustained(executor, meter, snapshot, GEMMS, rows, seconds).ms / 1e3
+    return total_s
+
+
+def _sustained(
+    executor: CudaExecutor,
+    meter: GpuMeter,
+    snapshot: Snapshot,
+    parts: tuple[str, ...],
+    rows: int | None = None,
+    seconds: float = MEASURE_S,
+) -> Reading:
+    """Replay the parts of the iteration over all layers until power has settled."""
+    replay = executor.replay(snapshot, parts, rows)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    for span, keep in ((SETTLE_S * min(1.0, seconds / MEASURE_S), False), (seconds, True)):
+        count, joules, start = 0, meter.joules(), time.perf_counter()
+        begin.record()
+        while time.perf_counter() - start < span:
+            for _ in range(4):
+                replay()
+            end.record()
+            end.synchronize()
+            count += 4
+        if keep:
+            return Reading(begin.elapsed_time(end) / count, (meter.joules() - joules) / count)
+    raise AssertionError("unreachable")
