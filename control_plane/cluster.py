@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +17,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from control_plane.errors import StartError
 from control_plane.instance import InstanceLost
 from control_plane.pulse import first_done, until_silent
 from scheduler.actor import SchedulerActor
@@ -33,10 +31,6 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # the scheduler actor answers at least this often; workers are asked after each such pause
 SILENCE_S = 4.0  # an actor that does not answer for this long is taken for dead; busy ones answer
-
-
-class StartError(RuntimeError):
-    """An instance could not be started. The message says what is missing and how to mend it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +47,6 @@ class InstanceConfig:
         """Ray resources: the scheduler's, then one bundle per rank."""
         rank = {"CPU": 1.0, "GPU": 1.0} if self.worker.device == "cuda" else {"CPU": 1.0}
         return [{"CPU": 1.0}, *[dict(rank) for _ in range(self.worker.tensor_parallel_size)]]
-
-
-def connect(num_cpus: int) -> None:
-    """Join the Ray cluster that RAY_ADDRESS names, or start a local one that lives as long as this process.
-
-    `ray_environment.prepare` comes first, before Ray is imported.
-    """
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(log_to_driver=False, logging_level=logging.WARNING)
-        return
-    with _another_process_group():
-        ray.init(
-            address="local",
-            num_cpus=max(num_cpus, os.cpu_count() or 1),
-            include_dashboard=False,
-            object_store_memory=128 * 2**20,  # plans and tokens only; KV and weights never pass through it
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            _node_ip_address="127.0.0.1",
-        )
 
 
 class RayInstance:
@@ -210,27 +184,6 @@ async def _load(workers: Sequence[Any], rendezvous: str, progress: Callable[[str
     if any(capacity != capacities[0] for capacity in capacities):
         raise StartError(f"the ranks disagree about what fits: {capacities}; give --num-gpu-blocks-override")
     return capacities[0]
-
-
-@contextmanager
-def _another_process_group() -> Iterator[None]:
-    """Processes started inside do not get the signals that are sent to our process group.
-
-    `timeout`, service managers and terminals signal the whole group; Ray's processes must outlive that, or the
-    drain that the signal asks for has nothing left to run on. A session's leader cannot leave its group: then
-    this does nothing.
-    """
-    own = os.getpgrp()
-    anchor = subprocess.Popen(["sleep", "60"], process_group=0)
-    try:
-        with suppress(PermissionError):
-            os.setpgid(0, anchor.pid)
-        yield
-    finally:
-        with suppress(PermissionError):
-            os.setpgid(0, own)
-        anchor.kill()
-        anchor.wait()
 
 
 def _in(group: PlacementGroup, bundle: int) -> PlacementGroupSchedulingStrategy:

@@ -73,3 +73,7 @@ class UnavailableError(ApiError):
 
 class ListenError(RuntimeError):
     """A port could not be opened. For the operator, not for clients."""
+
+
+class StartError(RuntimeError):
+    """Ray or an instance could not be started. The message says what is missing and how to mend it."""

@@ -197,9 +197,8 @@ def user_errors() -> tuple[type[Exception], ...]:
         "worker.weights": ("ModelLoadError",),
         "worker.sharding": ("ShardingError",),
         "worker.gguf_conversion": ("ConversionError",),
-        "control_plane.errors": ("ApiError", "ListenError"),
+        "control_plane.errors": ("ApiError", "ListenError", "StartError"),
         "control_plane.tokenizer": ("TokenizerError",),
-        "control_plane.cluster": ("StartError",),
     }
     for module, names in by_module.items():
         if module in sys.modules:

@@ -9,12 +9,12 @@ import asyncio
 import logging
 import os
 import signal
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import version
+from typing import Any
 
-import ray
-
-from control_plane.cluster import InstanceConfig, RayInstance, connect, start_instance
+from control_plane.cluster import InstanceConfig, RayInstance, start_instance
 from control_plane.config import EngineConfig, ServerConfig
 from control_plane.engine import model_info, scheduler_config, worker_config
 from control_plane.exit_watchdog import exit_within
@@ -24,6 +24,7 @@ from control_plane.grpc_server import GrpcConfig, GrpcServer
 from control_plane.intake import Intake
 from control_plane.metrics import Metrics
 from control_plane.progress import ProgressLine
+from control_plane.ray_connection import connected
 from control_plane.supervisor import Supervisor
 from control_plane.validation import Limits
 from worker.backend import check
@@ -53,8 +54,10 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
         stack.callback(metrics_server.close)
         show = ProgressLine()
         show("starting Ray")
-        connect(len(config.bundles))  # before gRPC has threads, which do not like the processes that Ray forks
-        stack.callback(ray.shutdown)
+        joining = stack.enter_async_context(connected(len(config.bundles)))
+        if not await _unless(stop, joining):
+            show.done()
+            return 0
         _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
         grpc_server = GrpcServer(
             frontend, ServerInfo(version("nanoflow-runtime"), engine.tensor_parallel_size), grpc_config(server)
@@ -124,7 +127,19 @@ def _stop_on_signals(stop: asyncio.Event) -> None:
         loop.add_signal_handler(number, on_signal)
 
 
-async def _cancel(task: asyncio.Task[None]) -> None:
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Whether the work came to its end before `stop` was set, which cancels it. Raises what the work raises."""
+    working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if working.done():
+        working.result()
+        return True
+    await _cancel(working)
+    return False
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
     task.cancel()
     with suppress(asyncio.CancelledError, Exception):
         await task

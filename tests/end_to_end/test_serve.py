@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +27,18 @@ pytestmark = pytest.mark.ray
 PROMPT = "Once upon a time, there was a little girl named"
 CONTINUATION = " Emma who loved to play in the sun."  # greedy, as transformers has it
 MODEL = Path(os.environ.get("NANOFLOW_SMOLLM2", ".cache/models/SmolLM2-135M-Instruct"))
+
+
+def family(pid: int) -> list[psutil.Process]:
+    """A process, its descendants, and all in sessions that one of these leads: a local Ray detaches itself."""
+    main = psutil.Process(pid)
+    found = {each.pid: each for each in [main, *main.children(recursive=True)]}
+    leaders = set(found)
+    for each in psutil.process_iter():
+        with suppress(OSError, psutil.Error):
+            if os.getsid(each.pid) in leaders and each.status() != psutil.STATUS_ZOMBIE:
+                found[each.pid] = each
+    return list(found.values())
 
 
 @dataclass
@@ -45,8 +58,7 @@ class Server:
 
     def actors(self, name: str) -> list[psutil.Process]:
         """Ray's processes with this actor class in their title."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return [child for child in children if child.is_running() and name in " ".join(child.cmdline())]
+        return [each for each in family(self.process.pid) if name in " ".join(each.cmdline())]
 
     def metric(self, name: str) -> float:
         """Sum over all labels."""
@@ -152,8 +164,7 @@ def test_a_greedy_answer_is_the_models_and_equals_the_in_process_one(server: Ser
 
 def test_the_server_is_small(server: Server) -> None:
     generate(server, 4)
-    main = psutil.Process(server.process.pid)
-    resident = sum(process.memory_full_info().pss for process in [main, *main.children(recursive=True)])
+    resident = sum(process.memory_full_info().pss for process in family(server.process.pid))
     assert resident < 2.5e9
 
 
@@ -255,3 +266,71 @@ def test_a_missing_tensor_is_named_by_the_server(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
     assert "model.layers.3.mlp.up_proj.weight" in ended.stderr.splitlines()[-1]
+
+
+SERVE = [sys.executable, "-m", "control_plane.main", "serve", str(MODEL), "--port", "0", "--metrics-port", "0"]
+
+
+def descendants(mark: str) -> list[psutil.Process]:
+    """All processes with this in their environment."""
+    found = []
+    for each in psutil.process_iter():
+        with suppress(psutil.Error):
+            if each.status() != psutil.STATUS_ZOMBIE and each.environ().get("START_TEST") == mark:
+                found.append(each)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("after_s", [2.5, 5.0, 8.0])
+def test_a_signal_to_all_during_the_start_ends_it_and_leaves_nothing(after_s: float, number: int) -> None:
+    mark = f"{number} {after_s}"
+    environ = {**os.environ, "START_TEST": mark}
+    pipe = subprocess.PIPE
+    # A session leader, as services are.
+    process = subprocess.Popen(SERVE, env=environ, start_new_session=True, stdout=pipe, stderr=pipe, text=True)
+    time.sleep(after_s)
+    os.killpg(process.pid, number)
+    signalled_at = time.monotonic()
+    try:
+        _, stderr = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - signalled_at < 10
+    assert process.returncode in (0, 128 + number, -signal.SIGTERM)  # the last one while Python is importing
+    assert "Traceback" not in stderr
+    time.sleep(1)
+    assert descendants(mark) == []
+
+
+def test_a_killed_server_takes_its_ray_along() -> None:
+    environ = {**os.environ, "START_TEST": "killed"}
+    process = subprocess.Popen(SERVE, env=environ, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("ready")
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while descendants("killed") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert descendants("killed") == []
+
+
+def test_a_dead_ray_address_ends_the_start_with_one_line() -> None:
+    environ = {**os.environ, "RAY_ADDRESS": "127.0.0.1:1"}
+    ended = subprocess.run(SERVE, env=environ, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "RAY_ADDRESS=127.0.0.1:1" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stderr
+
+
+def test_nothing_listens_off_loopback(server: Server) -> None:
+    generate(server, 1, retry_s=60)
+    addresses = {
+        connection.laddr.ip
+        for process in family(server.process.pid)
+        for connection in process.net_connections()
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}
+    assert addresses
