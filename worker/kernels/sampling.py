@@ -50,7 +50,7 @@ def _load(logits, start, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _range(logits, vocab, BLOCK: tl.constexpr):
-    """Smallest and largest logit, and how many are not finite."""
+    """The smallest logit, the largest of each lane of the block, and how many are not finite."""
     low = tl.full((BLOCK,), float("inf"), tl.float32)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     faults = tl.zeros((BLOCK,), tl.int32)
@@ -60,7 +60,27 @@ def _range(logits, vocab, BLOCK: tl.constexpr):
         low = tl.where(ids < vocab, tl.minimum(low, x), low)
         # Neither infinities nor NaN are less.
         faults += tl.where((tl.abs(x) < float("inf")) | (ids >= vocab), 0, 1)
-    return tl.min(low, 0), tl.max(top, 0), tl.sum(faults, 0)
+    return tl.min(low, 0), top, tl.sum(faults, 0)
+
+
+@triton.jit
+def _reached(keys, count, low, high):
+    """The largest integer in [low, high] that `count` of the keys reach; low if there is none."""
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        if tl.sum((keys >= middle).to(tl.int32), 0) >= count:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def _needed(total, need, vocab, top, scale):
+    """A logit below which all tokens together have no more weight than total - need, so that none is needed."""
+    spare = ((total - need) // vocab).to(tl.float32)
+    # With a margin that is wider than fp32's error in the distance, and in its subtraction.
+    return top - (44.01 - tl.log2(spare)) / scale - tl.abs(top) * 1e-6
 
 
 @triton.jit
@@ -164,7 +184,8 @@ def _choose(
     logits, vocab, temperature, top_k, top_p, noise, BLOCKS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The row's token; -1 if a logit is not finite."""
-    low, top, faults = _range(logits, vocab, BLOCK)
+    low, tops, faults = _range(logits, vocab, BLOCK)
+    top = tl.max(tops, 0)
     token = -1
     if faults == 0:
         scale = (1.4426950408889634 / temperature).to(tl.float32)
@@ -172,13 +193,16 @@ def _choose(
         # Kept are the tokens above the threshold, and those at it up to the id `last`.
         threshold, last, room = lowest, vocab, vocab
         if (top_k > 0) & (top_k < vocab):
-            threshold, above = _search(logits, vocab, lowest, highest, top_k, top, scale, False, SHIFT, BLOCK)
+            # The k-th of some of the logits is no larger than the k-th of all.
+            start = _reached(_key(tops, SHIFT), top_k, lowest, highest)
+            threshold, above = _search(logits, vocab, start, highest, top_k, top, scale, False, SHIFT, BLOCK)
             room = top_k - above
             last = _nth(logits, vocab, threshold.to(tl.int32), room, SHIFT, BLOCK)
         if top_p < 1.0:
             total = _total(logits, vocab, top, scale, threshold.to(tl.int32), last, SHIFT, BLOCK)
-            need = tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1)
-            nucleus, weight = _search(logits, vocab, threshold, highest, need, top, scale, True, SHIFT, BLOCK)
+            need = tl.minimum(tl.maximum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), 1), total)
+            start = tl.maximum(_key(_needed(total, need, vocab, top, scale), SHIFT).to(tl.int64), threshold)
+            nucleus, weight = _search(logits, vocab, start, highest, need, top, scale, True, SHIFT, BLOCK)
             each = tl.maximum(_weight(_number(nucleus.to(tl.int32), SHIFT), top, scale), 1)
             missing = tl.minimum((need - weight + each - 1) // each, vocab).to(tl.int32)
             if nucleus == threshold:
