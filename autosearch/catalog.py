@@ -6,7 +6,8 @@ follows from their shapes and the nominal one that the paper's published optima 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import yaml
 
 from autosearch.errors import AutosearchError
 from autosearch.parameters import ParameterCount, count_parameters
+from autosearch.plain_data import PlainDataError, build, read_text
 from autosearch.specs import ModelSpec
 
 
@@ -83,6 +85,9 @@ GPUS: dict[str, GpuSpec] = {
 }
 
 
+_SMALLEST, _LARGEST = 1e-6, 1e15  # of a GPU file's numbers, in their units
+
+
 def find_gpu(name_or_file: str) -> GpuSpec:
     """A built-in GPU by name, or one from a YAML file with GpuSpec's fields. Raises CatalogError."""
     if name_or_file.lower() in GPUS:
@@ -95,20 +100,30 @@ def find_gpu(name_or_file: str) -> GpuSpec:
 
 def _gpu_from_yaml(path: Path) -> GpuSpec:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        loaded = yaml.safe_load(read_text(path))
+    except (OSError, yaml.YAMLError, RecursionError, PlainDataError) as error:
         raise CatalogError(f"GPU file {path} cannot be read: {error}") from None
-    known = {field.name for field in fields(GpuSpec)}
-    if not isinstance(loaded, dict) or set(loaded) - known:
-        raise CatalogError(f"GPU file {path} must be a mapping with the keys {', '.join(sorted(known))}")
+    known = [field.name for field in fields(GpuSpec)]
+    if not isinstance(loaded, dict) or set(loaded) - set(known):
+        raise CatalogError(f"GPU file {path} must be a mapping with the keys {', '.join(known)}")
     try:
-        numbers = {key: float(value) for key, value in loaded.items() if key != "name" and value is not None}
-        gpu = GpuSpec(name=str(loaded.get("name", path.stem)), **numbers)
-    except (TypeError, ValueError) as error:
+        gpu = build(GpuSpec, {"name": path.stem} | {key: _yaml_number(key, value) for key, value in loaded.items()})
+    except PlainDataError as error:
         raise CatalogError(f"GPU file {path}: {error}") from None
-    if min(numbers.values()) <= 0:
-        raise CatalogError(f"GPU file {path}: every number must be positive")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._ -]*", gpu.name):  # it becomes part of file names
+        raise CatalogError(f"GPU file {path}: name {gpu.name!r} may have letters, digits, dots, dashes and spaces")
+    for key, value in asdict(gpu).items():
+        if key != "name" and value is not None and not _SMALLEST <= value <= _LARGEST:
+            raise CatalogError(f"GPU file {path}: {key} {value} must lie between {_SMALLEST:.0e} and {_LARGEST:.0e}")
     return gpu
+
+
+def _yaml_number(key: str, value: Any) -> Any:
+    """YAML 1.1 reads 1e5, without a dot, as a string."""
+    try:
+        return float(value) if key != "name" and isinstance(value, str) and value[:1].isdigit() else value
+    except ValueError:
+        return value
 
 
 def _config(architecture: str, shape: tuple[int, ...], **more: Any) -> dict[str, Any]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autosearch.catalog import GpuSpec, KnownModel, find_model
+from autosearch.errors import AutosearchError
 from autosearch.operator_costs import Cost, layer_costs
 from autosearch.operators import Collectives, Operator, Resource, check_parallel, layer_operators
 from autosearch.profile_table import IsolatedTime, ProfileError, ProfileTable
+from autosearch.specs import UnsupportedModelError
 from autosearch.workload import Workload
 
 # Operators that a dense model's profile lacks, and the measured ones whose speed per flop they are given.
@@ -44,11 +46,16 @@ class OperatorTimes:
                 f"{self.target.gpu.name}: give --profile of that GPU"
             )
         check_parallel(self.target.model.spec, self.target.num_gpus)
+        if not 1 <= self.target.expert_imbalance <= 1e6:  # false for NaN
+            raise ProfileError(f"expert imbalance {self.target.expert_imbalance} must lie between 1 and 1e6")
 
     @cached_property
     def measured_model(self) -> KnownModel:
-        """The model that was profiled."""
-        return find_model(self.table.model)
+        """The model that was profiled. Raises ProfileError where nobody knows it."""
+        try:
+            return find_model(self.table.model)
+        except (AutosearchError, UnsupportedModelError) as error:
+            raise ProfileError(f"profile {self.table.name} is of a model that is not at hand: {error}") from None
 
     def operators(self, collectives: Collectives) -> tuple[Operator, ...]:
         """The target's graph."""
@@ -80,6 +87,11 @@ class OperatorTimes:
         here = _amount(self._cost(operator.name, rows), operator.resource, self.target.num_gpus)
         measured = self._measured_costs(rows)
         ranks = self.table.measured_on.num_gpus
+        if not measured.keys() >= set(names):
+            raise ProfileError(
+                f"profile {self.table.name} has times for {', '.join(names)}, which {self.measured_model.name} on "
+                f"{ranks} GPU(s) does not run: give a profile of the right set-up"
+            )
         there = sum(_amount(measured[name], operator.resource, ranks) for name in names)
         factor = here / there if there else 0.0
         return [(self.table.best(name, rows), factor) for name in names]

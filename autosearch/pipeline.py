@@ -10,9 +10,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from autosearch.operators import Collectives, Operator
+from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 from autosearch.precedence import ChainedLayers, NanoOperation, covered
 from autosearch.workload import Workload
 
@@ -126,23 +126,20 @@ class PipelineSchedule:
     def from_json(cls, text: str) -> PipelineSchedule:
         """Raises InvalidScheduleError where fields are missing, unknown or of the wrong type."""
         try:
-            fields = json.loads(text)
-            operations = tuple(_operation(op) for op in fields.pop("operations"))
-            for name in ("predicted", "measured"):
-                fields[name] = Figures(**fields[name]) if fields.get(name) else None
-            return cls(operations=operations, **fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            schedule = build(cls, parse_json(text))
+        except PlainDataError as error:
             raise InvalidScheduleError(f"not a pipeline schedule: {error}") from None
+        if schedule.collectives not in tuple(Collectives):
+            raise InvalidScheduleError(f"{schedule.name}: collectives {schedule.collectives!r} are none of ours")
+        return schedule
 
     @classmethod
     def from_file(cls, path: str | Path) -> PipelineSchedule:
-        """Read a schedule file."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-
-def _operation(fields: dict[str, Any]) -> NanoOperation:
-    after, after_previous = tuple(fields.pop("after", ())), tuple(fields.pop("after_previous", ()))
-    return NanoOperation(**fields, after=after, after_previous=after_previous)
+        """Read a schedule file. Raises OSError where it cannot be read, InvalidScheduleError as `from_json` does."""
+        try:
+            return cls.from_json(read_text(Path(path)))
+        except PlainDataError as error:
+            raise InvalidScheduleError(f"{path} is no pipeline schedule: {error}") from None
 
 
 def sequential(operators: Sequence[Operator], batch_tokens: int) -> PipelineSchedule:

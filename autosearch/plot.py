@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autosearch.errors import AutosearchError
 from autosearch.interference import Activity
 from autosearch.operators import Resource
 from autosearch.planner import SweepPoint
@@ -34,6 +35,10 @@ _RESOURCE_COLOURS = {Resource.COMPUTE: "#59a14f", Resource.MEMORY: "#e15759", Re
 _LANE_NAMES = {0: "compute lane", 1: "memory lane", 2: "network lane"}
 _LETTER_WIDTH = 0.005  # of the window, in a chart's labels
 _SHADES = " ▁▂▃▄▅▆▇█"
+
+
+class PlotError(AutosearchError):
+    """A picture that cannot be written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +235,20 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def check_writable(path: Path) -> None:
+    """Raise PlotError where no picture can be written: before long work, not after it."""
+    existed = path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise PlotError(f"picture {path} cannot be written: {error.strerror}") from None
+
+
 def _save(figure: Any, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    check_writable(path)
+    figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
     _pyplot().close(figure)

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from autosearch.errors import AutosearchError
 from autosearch.operators import Resource
+from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 from autosearch.workload import Workload
 
 SCHEMA_VERSION = 1
+SHORTEST_US, LONGEST_US = 1e-3, 1e9  # what an operator may take where it takes time at all
+SLOWEST_RATE = 1e-3  # beside others; slower is no running
 PROFILE_FOLDER = Path(__file__).parent / "profiles"  # published measurements that come with the package
 
 
@@ -41,6 +44,12 @@ class IsolatedTime:
     kernel: str = ""  # variant by name; empty: the worker's default
     joules: float | None = None  # dynamic energy on one GPU, without the static power
     derived: bool = False  # computed from other published numbers, not read off a clock
+
+    @property
+    def possible(self) -> bool:
+        """Whether a clock could show this."""
+        timed = self.time_us == 0 or SHORTEST_US <= self.time_us <= LONGEST_US
+        return timed and self.tokens >= 1 and 0 < self.sm_share <= 1 and (self.joules is None or self.joules >= 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,8 @@ class ProfileTable:
     def pareto(self, operator: str, tokens: int) -> tuple[IsolatedTime, ...]:
         """The entries that no other one beats in time, SM share and joules together, fastest first."""
         entries = [entry for entry in self._by_operator.get(operator, ()) if entry.tokens == tokens]
-        keys = [(entry.time_us, entry.sm_share, entry.joules or 0.0) for entry in entries]
+        # Unknown joules beat nobody's.
+        keys = [(e.time_us, e.sm_share, math.inf if e.joules is None else e.joules) for e in entries]
 
         def beaten(key: tuple[float, float, float]) -> bool:
             return any(other != key and all(a <= b for a, b in zip(other, key)) for other in keys)
@@ -156,8 +166,8 @@ class ProfileTable:
     def from_json(cls, text: str) -> ProfileTable:
         """Raises ProfileError where fields are missing, unknown or impossible."""
         try:
-            table = _parse(json.loads(text))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            table = build(cls, parse_json(text))
+        except (PlainDataError, AutosearchError) as error:
             raise ProfileError(f"not a profile table: {error}") from None
         table._check()
         return table
@@ -169,58 +179,39 @@ class ProfileTable:
         if not found.is_file() and (PROFILE_FOLDER / f"{path}.json").is_file():
             found = PROFILE_FOLDER / f"{path}.json"
         try:
-            return cls.from_json(found.read_text(encoding="utf-8"))
+            return cls.from_json(read_text(found))
         except OSError as error:
             built_in = ", ".join(profile_names())
             raise ProfileError(f"profile {path} cannot be read: {error.strerror}; the package has {built_in}") from None
+        except (PlainDataError, ProfileError) as error:
+            raise ProfileError(f"profile {path} cannot be used: {error}") from None
 
     def _check(self) -> None:
         if self.schema_version != SCHEMA_VERSION:
             raise ProfileError(f"profile {self.name} has schema {self.schema_version}, this is {SCHEMA_VERSION}")
+        if self.measured_on.num_gpus < 1 or self.measured_on.num_sms < 1:
+            raise ProfileError(f"profile {self.name}: it was measured on at least one GPU with at least one SM")
+        if not 0 <= self.spread < 1:
+            raise ProfileError(f"profile {self.name}: spread {self.spread} must lie in [0, 1)")
         for entry in self.isolated:
-            if entry.tokens < 1 or entry.time_us < 0 or not 0 < entry.sm_share <= 1:
-                raise ProfileError(f"profile {self.name}: impossible isolated time {entry}")
-        for pair in self.concurrent:
-            if not all(0 < share <= 1 for share in pair.sm_shares) or not all(0 < rate <= 1 for rate in pair.rates):
-                raise ProfileError(f"profile {self.name}: shares and rates must lie in (0, 1]: {pair}")
+            if not entry.possible:
+                raise ProfileError(
+                    f"profile {self.name}: impossible isolated time {entry}; times are 0 or from {SHORTEST_US} to "
+                    f"{LONGEST_US:.0e} µs, shares in (0, 1]"
+                )
+        if self.isolated and not any(entry.time_us for entry in self.isolated):
+            raise ProfileError(f"profile {self.name}: no operator takes any time")
+        together: tuple[ConcurrentRate | TripleRate, ...] = (*self.concurrent, *self.triples)
+        for measured in together:
+            if not all(0 < part <= 1 for part in measured.sm_shares):
+                raise ProfileError(f"profile {self.name}: shares must lie in (0, 1]: {measured}")
+            if not all(SLOWEST_RATE <= rate <= 1 for rate in measured.rates):
+                raise ProfileError(f"profile {self.name}: rates must lie in [{SLOWEST_RATE}, 1]: {measured}")
 
 
 def profile_names() -> tuple[str, ...]:
     """Profiles that come with the package."""
     return tuple(sorted(path.stem for path in PROFILE_FOLDER.glob("*.json") if path.stem != "schema"))
-
-
-def _parse(fields: dict[str, Any]) -> ProfileTable:
-    isolated = tuple(IsolatedTime(**entry) for entry in fields.pop("isolated"))
-    concurrent = tuple(_pair(**entry) for entry in fields.pop("concurrent"))
-    triples = tuple(
-        TripleRate(_three(entry["sm_shares"]), _three(entry["rates"])) for entry in fields.pop("triples", ())
-    )
-    measured_on = MeasuredOn(**fields.pop("measured_on"))
-    workload = Workload(**fields.pop("workload"))
-    return ProfileTable(
-        measured_on=measured_on,
-        workload=workload,
-        isolated=isolated,
-        concurrent=concurrent,
-        triples=triples,
-        **fields,
-    )
-
-
-def _pair(resources: list[str], sm_shares: list[float], rates: list[float], spread: float = 0.0) -> ConcurrentRate:
-    first, second = resources
-    return ConcurrentRate((Resource(first), Resource(second)), _two(sm_shares), _two(rates), spread)
-
-
-def _two(numbers: list[float]) -> tuple[float, float]:
-    first, second = numbers
-    return float(first), float(second)
-
-
-def _three(numbers: list[float]) -> tuple[float, float, float]:
-    first, second, third = numbers
-    return float(first), float(second), float(third)
 
 
 def _interpolate(points: list[IsolatedTime], tokens: float) -> IsolatedTime:

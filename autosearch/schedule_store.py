@@ -14,6 +14,7 @@ from typing import Any
 
 from autosearch.errors import AutosearchError
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule
+from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 
 INDEX = "plans.json"
 
@@ -38,14 +39,26 @@ class ScheduleStore:
 
     folder: Path
 
+    def prepare(self) -> None:
+        """Make the folder, and find out before a search whether it can be used. Raises StoreError."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._write(".writable", "")
+            (self.folder / ".writable").unlink()
+        except OSError as error:
+            raise StoreError(f"schedules cannot be written to {self.folder}: {error.strerror}") from None
+        self.plans()
+
     def plans(self) -> dict[str, StoredPlan]:
         """All entries whose files still exist, by fingerprint. Raises StoreError for a broken index."""
         try:
-            entries = json.loads((self.folder / INDEX).read_text(encoding="utf-8"))
-            found = {key: StoredPlan(**{**entry, "files": tuple(entry["files"])}) for key, entry in entries.items()}
+            entries = parse_json(read_text(self.folder / INDEX))
+            if not isinstance(entries, dict):
+                raise PlainDataError("it must be an object")
+            found = {key: build(StoredPlan, entry, key) for key, entry in entries.items()}
         except FileNotFoundError:
             return {}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, PlainDataError) as error:
             raise StoreError(f"{self.folder / INDEX} cannot be read: {error}; remove it to search anew") from None
         return {key: plan for key, plan in found.items() if self._complete(plan)}
 

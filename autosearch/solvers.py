@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pyomo.environ as pyo
+from pyomo.common.errors import ApplicationError
 from pyomo.contrib.appsi.solvers.highs import Highs
 from pyomo.opt import SolverStatus
 
 from autosearch.errors import AutosearchError
+
+LONGEST_S = 86400.0
 
 
 class SolverError(AutosearchError):
@@ -37,8 +40,10 @@ class SolverOptions:
     def __post_init__(self) -> None:
         if self.name not in SOLVERS:
             raise SolverError(f"unknown solver {self.name!r}: give one of {', '.join(SOLVERS)}")
-        if self.time_limit_s <= 0 or self.gap < 0:
-            raise SolverError("the solver's time limit must be positive and its gap not negative")
+        if not 0 < self.time_limit_s <= LONGEST_S:  # false for NaN
+            raise SolverError(f"the solver's time limit {self.time_limit_s} s must lie between 0 and {LONGEST_S:.0f}")
+        if not 0 <= self.gap < 1:
+            raise SolverError(f"the solver's gap {self.gap} must lie in [0, 1)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,10 @@ def _solve_glpk(model: pyo.ConcreteModel, options: SolverOptions) -> SolveReport
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "glpk.log"
-        results = solver.solve(model, load_solutions=False, logfile=str(log), tee=False)
+        try:
+            results = solver.solve(model, load_solutions=False, logfile=str(log), tee=False)
+        except ApplicationError as error:
+            raise SolverError(f"GLPK failed: {error}; choose --solver highs") from None
         printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     seconds = time.monotonic() - begin
     stopped = results.solver.status in (SolverStatus.ok, SolverStatus.aborted, SolverStatus.warning)

@@ -14,8 +14,19 @@ BATCH_STEP = 128  # fitted batch sizes are multiples of it: whole tiles of the G
 ROW_TILE = 64  # rows that attention kernels take at a time; estimates of row counts are whole tiles
 
 
+_LARGEST_BATCH, _LONGEST, _LARGEST_SUM = 10**9, 1e9, 1e18  # far beyond what any machine holds
+
+
 class WorkloadError(AutosearchError):
     """Numbers that no iteration can have."""
+
+
+def _check_sums(decode_context_tokens: float, prefill_pairs: float) -> None:
+    if not (0 <= decode_context_tokens <= _LARGEST_SUM and 0 <= prefill_pairs <= _LARGEST_SUM):  # false for NaN
+        raise WorkloadError(
+            f"context tokens {decode_context_tokens} and prefill pairs {prefill_pairs} must lie between 0 and "
+            f"{_LARGEST_SUM:.0e}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +37,11 @@ class RequestLengths:
     output_len: float
 
     def __post_init__(self) -> None:
-        if self.input_len < 0 or self.output_len < 0 or self.input_len + self.output_len <= 0:
+        possible = 0 <= self.input_len <= _LONGEST and 0 <= self.output_len <= _LONGEST  # false for NaN
+        if not possible or self.input_len + self.output_len <= 0:
             raise WorkloadError(
-                f"input length {self.input_len} and output length {self.output_len} must not be negative, nor both 0"
+                f"input length {self.input_len} and output length {self.output_len} must lie between 0 and "
+                f"{_LONGEST:.0e}, and not both be 0"
             )
 
     @property
@@ -61,12 +74,11 @@ class Workload:
     prefill_pairs: float  # query-key pairs of the prefill rows
 
     def __post_init__(self) -> None:
-        if self.batch_tokens < 1:
-            raise WorkloadError(f"batch size {self.batch_tokens} must be at least 1")
+        if not 1 <= self.batch_tokens <= _LARGEST_BATCH:
+            raise WorkloadError(f"batch size {self.batch_tokens} must lie between 1 and {_LARGEST_BATCH}")
         if not 0 <= self.decode_rows <= self.batch_tokens:
             raise WorkloadError(f"{self.decode_rows} decodes do not fit a batch of {self.batch_tokens} rows")
-        if self.decode_context_tokens < 0 or self.prefill_pairs < 0:
-            raise WorkloadError("context tokens and prefill pairs must not be negative")
+        _check_sums(self.decode_context_tokens, self.prefill_pairs)
 
     @property
     def prefill_rows(self) -> float:
@@ -131,8 +143,7 @@ def from_sums(batch_tokens: int, decode_context_tokens: float, prefill_pairs: fl
     x = N/M solves x + x²/2 = context / pairs. The paper does not print its row counts; in whole tiles of 64 rows
     the estimate for Table 2 is 1,344 decodes, which reproduces both of its attention cells.
     """
-    if decode_context_tokens < 0 or prefill_pairs < 0:
-        raise WorkloadError("context tokens and prefill pairs must not be negative")
+    _check_sums(decode_context_tokens, prefill_pairs)
     if prefill_pairs == 0 or decode_context_tokens == 0:
         decode_rows = float(batch_tokens if decode_context_tokens else 0)
     else:

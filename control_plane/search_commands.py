@@ -83,6 +83,8 @@ def search(
         grid = (numbers(batch_sizes, int), numbers(decode_shares, float), numbers(mean_contexts, float))
         works = list(planner.buckets(*grid))
     store = ScheduleStore(out) if out else None
+    if store:
+        store.prepare()
     reports = []
     for number, work in enumerate(works, start=1):
         say(f"[{number}/{len(works)}] {known.name}: B_dense {work.batch_tokens}, decodes {work.decode_share:.0%}")

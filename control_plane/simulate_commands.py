@@ -61,6 +61,7 @@ def sweep(
     known, card, table = find_model(model), find_gpu(gpu), ProfileTable.from_file(profile)
     lengths = mean_lengths(input_len, output_len)
     options = search_options(solver, time_limit, 0.005, 1, "both", "all")
+    plot.check_writable(png)
     points = []
     for batch in numbers(batch_sizes, int):
         work = from_lengths(batch, lengths) if lengths else table.workload.resized(batch)
