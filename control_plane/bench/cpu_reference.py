@@ -21,13 +21,11 @@ from typing import Any
 
 import torch
 
-from scheduler.loop import EngineLoop
+from autosearch.specs import ModelSpec
+from control_plane.config import EngineConfig
+from control_plane.engine import make_loop, open_engine
 from scheduler.plan import OutputBatch
 from scheduler.request import NewRequest, SamplingParams
-from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
-from worker.config import WorkerConfig
-from worker.executor import LocalExecutor, Worker
 
 STEP_TIMEOUT_S = 120.0
 
@@ -49,15 +47,18 @@ class _Engine:
     """Scheduler, loop and worker in this process."""
 
     def __init__(self, setting: Setting) -> None:
-        config = WorkerConfig(setting.model_dir, num_threads=setting.engine_threads)
-        worker = Worker(config)
-        worker.load()
-        self.num_threads = torch.get_num_threads()
-        self.vocab_size = worker.spec.vocab_size
-        self._executor = LocalExecutor(worker)
         # No prefix hits: transformers has none either.
-        scheduler = Scheduler(SchedulerConfig(enable_prefix_caching=False), worker.capacity)
-        self._loop = EngineLoop(scheduler, self._executor, self._take, STEP_TIMEOUT_S)
+        config = EngineConfig(
+            setting.model_dir,
+            device="cpu",
+            enable_prefix_caching=False,
+            num_threads=setting.engine_threads,
+            step_timeout=STEP_TIMEOUT_S,
+        )
+        self._executor = open_engine(config, lambda what, share: None)
+        self.num_threads = torch.get_num_threads()
+        self.vocab_size = ModelSpec.from_folder(setting.model_dir).vocab_size
+        self._loop = make_loop(config, self._executor, self._take)
         self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
         self._ended = threading.Semaphore(0)
