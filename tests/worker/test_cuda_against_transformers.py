@@ -134,7 +134,7 @@ def test_logits_and_tokens_equal_transformers(random_model, case, device, dtype)
 def test_composition_chunks_and_prefix_hits_change_nothing(random_model, device, dtype):
     folder = random_model("llama", **SHAPE, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
     prompts = make_prompts((5, 40, 90, 200))
-    hit = {"hit": prompts["r200"][: 5 * PAGE] + [7, 8, 9]}
+    hit = {"hit": [*prompts["r200"][: 5 * PAGE], 7, 8, 9]}
     seen = {}
     for way, limits in {"together": {}, "small chunks": {"max_batch_tokens": 24, "max_slots": 6}}.items():
         executor = open_executor(folder, device, dtype, **limits)
