@@ -159,10 +159,15 @@ class Frontend:
     # Accepting
 
     async def _submit(self, request: GenerationRequest, owner: str) -> LiveRequest:
+        place = object()  # in the queue, from before any work is put into the prompt
         try:
-            self._admission.check(0)  # before any work is put into it
+            self._admission.check(0)
             self._choose_link()
-            token_ids = await self.intake.token_ids(request, self._max_model_len())
+            self._admission.add(place, 0)
+            try:
+                token_ids = await self.intake.token_ids(request, self._max_model_len())
+            finally:
+                self._admission.remove(place)
             return self._accept(request, owner, token_ids)
         except ApiError as error:
             self._metrics.rejected(error.kind.label)

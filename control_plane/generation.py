@@ -5,6 +5,7 @@ gRPC and HTTP translate to and from these. Knows nothing of how requests are che
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -23,7 +24,7 @@ class TextPrompt:
 class TokenPrompt:
     """Token ids to go on from, taken as they are."""
 
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class ChatMessage:
 class ChatPrompt:
     """A conversation, rendered with the model's chat template."""
 
-    messages: tuple[ChatMessage, ...]
+    messages: Sequence[ChatMessage]
     add_generation_prompt: bool = True  # open the assistant's turn
 
 
@@ -49,7 +50,10 @@ class OnDisconnect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """A client's request, not yet checked. None means absent: defaults are the model's (see validation)."""
+    """A client's request, not yet checked: its sequences may be of any length.
+
+    None means absent: defaults are the model's (see validation).
+    """
 
     prompt: TextPrompt | TokenPrompt | ChatPrompt
     request_id: str | None = None  # the client's name for it
@@ -58,7 +62,7 @@ class GenerationRequest:
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None  # absent: drawn at random, and told in Final
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     cache_salt: str = ""
     timeout_s: float | None = None  # from acceptance

@@ -29,7 +29,7 @@ from control_plane.grpc_correlation import correlation
 from control_plane.pb import generation_pb2 as pb
 from control_plane.pb import generation_pb2_grpc as pb_grpc
 from control_plane.reader import Reader
-from control_plane.validation import check_request_id
+from control_plane.validation import Limits, check_request_id
 from scheduler.request import FinishReason
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class GenerationService(pb_grpc.GenerationServicer):
         self._write_timeout_s = write_timeout_s
 
     async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitResponse:
-        wanted = to_request(request.request, OnDisconnect.DETACH, deadline_s=None)
+        wanted = to_request(request.request, OnDisconnect.DETACH, self._frontend.limits, deadline_s=None)
         accepted = await self._frontend.submit(wanted, self._owner(context))
         _log_accepted(accepted.request_id, context)
         return pb.SubmitResponse(request_id=accepted.request_id, prompt_tokens=accepted.num_prompt_tokens)
@@ -74,7 +74,8 @@ class GenerationService(pb_grpc.GenerationServicer):
         return pb.CancelResponse(outcome=OUTCOMES[outcome])
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        wanted = to_request(request, OnDisconnect.CANCEL, deadline_s=context.time_remaining())
+        limits, deadline_s = self._frontend.limits, context.time_remaining()
+        wanted = to_request(request, OnDisconnect.CANCEL, limits, deadline_s)
         reader = await self._frontend.generate(wanted, self._owner(context))
         _log_accepted(reader.request_id, context)
         await self._write_all(reader, context)
@@ -102,8 +103,13 @@ class GenerationService(pb_grpc.GenerationServicer):
         return owner
 
 
-def to_request(message: pb.GenerateRequest, default: OnDisconnect, deadline_s: float | None) -> GenerationRequest:
+def to_request(
+    message: pb.GenerateRequest, default: OnDisconnect, limits: Limits, deadline_s: float | None
+) -> GenerationRequest:
     """The request in the front end's words. deadline_s is what remains of the call's own.
+
+    Takes little time even for a message of millions of ids: they stay where they are. Of too many chat messages
+    only so many are translated that validation sees it.
 
     Raises InvalidRequestError for what cannot be put into them.
     """
@@ -118,14 +124,14 @@ def to_request(message: pb.GenerateRequest, default: OnDisconnect, deadline_s: f
         timeout_s = deadline_s if timeout_s is None or timeout_s > deadline_s else timeout_s
     sampling, stopping = message.sampling, message.stopping
     return GenerationRequest(
-        prompt=_to_prompt(message),
+        prompt=_to_prompt(message, limits),
         request_id=_optional(message, "request_id"),
         max_tokens=_optional(stopping, "max_tokens"),
         temperature=_optional(sampling, "temperature"),
         top_k=_optional(sampling, "top_k"),
         top_p=_optional(sampling, "top_p"),
         seed=_optional(sampling, "seed"),
-        stop_token_ids=tuple(stopping.stop_token_ids),
+        stop_token_ids=stopping.stop_token_ids,
         ignore_eos=stopping.ignore_eos,
         cache_salt=message.cache_salt,
         timeout_s=timeout_s,
@@ -153,16 +159,17 @@ def to_response(request_id: str, event: Delta | Final) -> pb.GenerateResponse:
     return pb.GenerateResponse(request_id=request_id, final=final)
 
 
-def _to_prompt(message: pb.GenerateRequest) -> TextPrompt | TokenPrompt | ChatPrompt:
+def _to_prompt(message: pb.GenerateRequest, limits: Limits) -> TextPrompt | TokenPrompt | ChatPrompt:
     kind = message.WhichOneof("prompt")
     if kind == "text":
         return TextPrompt(message.text)
     if kind == "token_ids":
-        return TokenPrompt(tuple(message.token_ids.ids))
+        return TokenPrompt(message.token_ids.ids)
     if kind == "chat":
         chat = message.chat
         opens = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-        return ChatPrompt(tuple(ChatMessage(each.role, each.content) for each in chat.messages), opens)
+        messages = chat.messages[: limits.max_chat_messages + 1]
+        return ChatPrompt(tuple(ChatMessage(each.role, each.content) for each in messages), opens)
     raise InvalidRequestError("prompt", "is missing: send text, token_ids or chat")
 
 

@@ -17,7 +17,7 @@ from control_plane.model_info import ModelInfo
 from control_plane.tokenizer import Tokenizer
 from control_plane.validation import Limits, check_prompt_len, check_request, check_token_ids
 
-INLINE_BYTES = 8 * 2**10  # longer text is tokenized in a thread, so that others need not wait
+INLINE_CHARS = 1024  # longer text is tokenized in a thread, so that others need not wait
 
 
 class Intake:
@@ -66,7 +66,8 @@ class Intake:
                 raise InvalidRequestError("chat", "this model has no chat template: send text or token_ids")
             token_ids = tuple(await _off_loop(tokenizer.encode_rendered, await self.renderer.render(prompt)))
         else:
-            token_ids = prompt.token_ids
+            check_prompt_len(len(prompt.token_ids), max_model_len)  # before millions of them are copied
+            token_ids = tuple(prompt.token_ids)
         check_prompt_len(len(token_ids), max_model_len)
         check_token_ids("prompt", token_ids, self.model.vocab_size)
         return token_ids
@@ -82,4 +83,4 @@ class Intake:
 
 
 async def _off_loop(encode: Callable[[str], list[int]], text: str) -> list[int]:
-    return encode(text) if len(text) <= INLINE_BYTES else await asyncio.to_thread(encode, text)
+    return encode(text) if len(text) <= INLINE_CHARS else await asyncio.to_thread(encode, text)

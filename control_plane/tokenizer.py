@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ class Tokenizer:
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{folder} has no tokenizer.json: only models with a fast tokenizer can take text")
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # batches of one gain nothing from more threads
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
@@ -51,7 +53,7 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """A prompt's ids, with the model's special tokens around it."""
-        ids: list[int] = self._tokenizer.encode(text).ids
+        ids = self._encode(text, add_special_tokens=True)
         if self._bos_id is None or self._add_bos is None:
             return ids
         has_bos = ids[:1] == [self._bos_id]
@@ -61,8 +63,7 @@ class Tokenizer:
 
     def encode_rendered(self, text: str) -> list[int]:
         """Ids of a rendered chat, whose template has put the special tokens in already."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the ids, without special tokens."""
@@ -72,6 +73,12 @@ class Tokenizer:
     def detokenizer(self, prompt_token_ids: Sequence[int]) -> Detokenizer:
         """For the output that follows the prompt."""
         return Detokenizer(self._tokenizer, prompt_token_ids)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """As a batch of one, which lets other threads run meanwhile; the library's encode() does not."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
 
     def _special(self, key: str) -> str:
         return special_token(self._config, key) or ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from control_plane.errors import InvalidRequestError
@@ -49,7 +50,7 @@ class Limits:
     )
     detached_ttl_s: float = option("Seconds that a request waits for a reader.", default=30.0, low=0)
     max_kept_requests: int = option("Ended requests kept for readers to come.", default=1024, low=0)
-    max_message_bytes: int = option("Bytes of one message, either way.", default=32 * 2**20, low=1024)
+    max_message_bytes: int = option("Bytes of one message, either way.", default=16 * 2**20, low=1024)
     max_metadata_bytes: int = option("Bytes of a call's metadata.", default=16 * 2**10, low=1024)
     max_connections: int = option("Connections at a time; more are closed as they come.", default=1024, low=1)
     max_concurrent_streams: int = option("Calls at a time on one connection.", default=1024, low=1)
@@ -120,7 +121,7 @@ def check_prompt_len(num_prompt_tokens: int, max_model_len: int) -> None:
         )
 
 
-def check_token_ids(field: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
     """Raises InvalidRequestError when an id is not in [0, vocab_size)."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)

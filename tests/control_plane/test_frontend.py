@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,15 @@ from harness import MODEL, metric_value, running_frontend, until
 from control_plane import step_pace
 from control_plane.errors import ApiError, ErrorKind
 from control_plane.frontend import FrontendConfig
-from control_plane.generation import CancelOutcome, Delta, Final, GenerationRequest, OnDisconnect, TokenPrompt
+from control_plane.generation import (
+    CancelOutcome,
+    Delta,
+    Final,
+    GenerationRequest,
+    OnDisconnect,
+    TextPrompt,
+    TokenPrompt,
+)
 from control_plane.validation import Limits
 from scheduler.request import FinishReason
 
@@ -294,6 +303,36 @@ async def test_queue_limits_hold_exactly_and_free_up():
         with pytest.raises(ApiError, match="9 prompt tokens wait"):
             await frontend.submit(GREEDY)
         await frontend.submit(replace(GREEDY, prompt=TokenPrompt((20,))))
+
+
+async def test_requests_whose_prompts_are_being_tokenized_count_as_waiting(byte_tokenizer):
+    class Slow:
+        def __init__(self):
+            self.go_on = threading.Event()
+
+        def encode(self, text):
+            assert self.go_on.wait(10)
+            return byte_tokenizer.encode(text)
+
+        def detokenizer(self, prompt_token_ids):
+            return byte_tokenizer.detokenizer(prompt_token_ids)
+
+    tokenizer = Slow()
+    async with running_frontend(limits=Limits(max_num_queued_reqs=3), tokenizer=tokenizer) as (frontend, _, _):
+        long = replace(GREEDY, prompt=TextPrompt("x" * 2000))
+        short = replace(GREEDY, prompt=TextPrompt("x" * 400))
+        tokenizing = [asyncio.create_task(frontend.submit(long)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError) as caught:
+            await frontend.submit(short)
+        assert caught.value.kind is ErrorKind.OVERLOADED
+        tokenizing[0].cancel()
+        tokenizer.go_on.set()
+        results = await asyncio.gather(*tokenizing, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        assert [result.kind for result in results[1:]] == [ErrorKind.INVALID_ARGUMENT] * 2  # longer than the context
+        assert len((await read(await frontend.generate(short)))[0]) == 5
+        assert not frontend._admission._waiting
 
 
 # Faults

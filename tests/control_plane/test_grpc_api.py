@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import time
 
 import grpc
 import pytest
@@ -13,10 +14,14 @@ from google.rpc.error_details_pb2 import RetryInfo
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from harness import running_service, until
+from harness import MODEL, running_service, until
 
+from control_plane.errors import InvalidRequestError
 from control_plane.frontend import FrontendConfig
+from control_plane.generation import OnDisconnect
+from control_plane.grpc_api import to_request
 from control_plane.grpc_server import ADMIN, GENERATION, GrpcConfig
+from control_plane.intake import Intake
 from control_plane.pb import admin_pb2, generation_pb2, generation_pb2_grpc
 from control_plane.validation import Limits
 
@@ -229,6 +234,22 @@ async def test_messages_over_the_limit_are_refused_and_the_server_lives():
         error = await status_of(service.generation.Generate(generation_pb2.GenerateRequest(text="x" * 20_000)))
         assert error.code() is Code.RESOURCE_EXHAUSTED
         assert (await read(service.generation.Generate(question())))[2] is Code.OK
+
+
+@pytest.mark.parametrize("what", ["ids", "stop ids", "messages"])
+async def test_a_huge_message_is_refused_without_keeping_others_waiting(what):
+    request = question()
+    if what == "ids":
+        request.token_ids.ids.extend([1] * 4_000_000)
+    elif what == "stop ids":
+        request.stopping.stop_token_ids.extend([1] * 4_000_000)
+    else:
+        request.chat.messages.extend([generation_pb2.ChatMessage()] * 500_000)
+    started = time.perf_counter()
+    wanted = to_request(request, OnDisconnect.CANCEL, Limits(), None)
+    assert time.perf_counter() - started < 0.05
+    with pytest.raises(InvalidRequestError, match="too many" if what == "ids" else "has more than"):
+        await Intake(MODEL, Limits()).token_ids(wanted, 512)
 
 
 async def test_oversize_metadata_is_refused_and_the_server_lives():

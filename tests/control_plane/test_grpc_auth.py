@@ -228,7 +228,7 @@ def test_transport_settings_are_the_documented_ones():
     options = dict(channel_options(GrpcConfig(max_connection_age_s=60, max_connection_age_grace_s=5), Limits()))
     assert options["grpc.keepalive_permit_without_calls"] == 1
     assert options["grpc.http2.min_recv_ping_interval_without_data_ms"] == 10_000
-    assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 32 * 2**20
+    assert options["grpc.max_receive_message_length"] == options["grpc.max_send_message_length"] == 16 * 2**20
     assert options["grpc.max_concurrent_streams"] == 1024
     assert options["grpc.max_connection_age_ms"] == 60_000
     assert options["grpc.max_connection_age_grace_ms"] == 5_000

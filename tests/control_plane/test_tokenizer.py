@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -123,3 +124,14 @@ def test_like_transformers_on_a_trained_model(stories_folder):
     assert "".join(pieces) == tokenizer.decode(story)[len(tokenizer.decode(story[:4])) :]
     noise = [random.Random(1).randrange(512) for _ in range(2000)]
     "".join(stream(tokenizer, story, noise)).encode()
+
+
+@pytest.mark.parametrize("method", ["encode", "encode_rendered"])
+async def test_a_long_text_does_not_stop_other_threads(byte_tokenizer, method):
+    encoding = asyncio.create_task(asyncio.to_thread(getattr(byte_tokenizer, method), "ab" * 2**20))
+    num_turns = 0
+    while not encoding.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert len(await encoding) == 2**21
+    assert num_turns > 20
