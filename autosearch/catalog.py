@@ -150,7 +150,7 @@ _MODELS: dict[str, tuple[dict[str, Any], float]] = {
     "llama-3-70b": (_config(_LLAMA, (80, 8192, 64, 8, 28672, 128256, 8192), rope_theta=5e5), 70.0e9),
     "llama-3-405b": (_config(_LLAMA, (126, 16384, 128, 8, 53248, 128256, 8192), rope_theta=5e5), 405.0e9),
     "qwen2-72b": (_config(_QWEN2, (80, 8192, 64, 8, 29568, 152064, 32768), rope_theta=1e6), 72.1e9),
-    "deepseek-67b": (_config(_LLAMA, (95, 8192, 64, 8, 22016, 102400, 4096)), 66.9e9),
+    "deepseek-67b": (_config(_LLAMA, (95, 8192, 64, 8, 22016, 102400, 4096)), 66.87e9),
     "mixtral-8x7b": (
         _config(
             _MIXTRAL, (32, 4096, 32, 8, 14336, 32000, 32768), num_local_experts=8, num_experts_per_tok=2, rope_theta=1e6

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autosearch.catalog import GpuSpec, KnownModel
-from autosearch.operator_costs import ELEMENT_BYTES, Cost, layer_costs
+from autosearch.operator_costs import ELEMENT_BYTES, Cost, expert_gemms, layer_costs
 from autosearch.operators import Resource
 from autosearch.specs import ModelSpec
 from autosearch.workload import RequestLengths, Workload
@@ -18,10 +18,9 @@ from autosearch.workload import RequestLengths, Workload
 TABLE_ROWS: dict[str, tuple[str, ...]] = {
     "kqv": ("qkv",),
     "o": ("o",),
-    "ug": ("up_gate",),
-    "d": ("down",),
     "router": ("router",),
-    "experts": ("experts",),
+    "ug": ("up_gate",),  # of all experts, where there are experts
+    "d": ("down",),
     "decode_attention": ("decode_attention",),
     "prefill_attention": ("prefill_attention",),
     "network": ("o_all_reduce", "ffn_all_reduce"),
@@ -53,6 +52,7 @@ class Capacity:
     max_requests: float  # requests whose KV fits, each at its mean context
     max_batch_size: int  # B_dense that these requests fill in the steady mix
     max_requests_without_gqa: float  # the same memory if every query head had its own key and value
+    max_batch_size_without_gqa: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,8 @@ def iteration_cost(model: KnownModel, gpu: GpuSpec, num_gpus: int, work: Workloa
     volume = 4 * num_gpus * work.batch_tokens * spec.hidden_size * ELEMENT_BYTES * spec.num_layers
     t_net_s = volume / (num_gpus * gpu.one_way_network_gb_per_s * 1e9)
     costs = layer_costs(spec, num_gpus, work)
+    if spec.num_experts:
+        costs |= expert_gemms(spec, work.batch_tokens)
     rows = {}
     for row, names in TABLE_ROWS.items():
         present = [costs[name] for name in names if name in costs]
@@ -115,7 +117,7 @@ def iteration_cost(model: KnownModel, gpu: GpuSpec, num_gpus: int, work: Workloa
 
 
 def _row(cost: Cost, gpu: GpuSpec, num_gpus: int) -> OperatorTime:
-    gflop, mem_gb, net_gb = cost.flops / 1e9, cost.mem_bytes / 1e9, cost.net_bytes / 1e9
+    gflop, mem_gb, net_gb = (_as_printed(amount / 1e9) for amount in (cost.flops, cost.mem_bytes, cost.net_bytes))
     return OperatorTime(
         gflop,
         mem_gb,
@@ -124,6 +126,11 @@ def _row(cost: Cost, gpu: GpuSpec, num_gpus: int) -> OperatorTime:
         1e3 * mem_gb / (num_gpus * gpu.memory_gb_per_s),
         1e3 * net_gb / (num_gpus * gpu.one_way_network_gb_per_s),
     )
+
+
+def _as_printed(amount: float) -> float:
+    """Tenths from 10 on: the paper's Table 2 divides the amounts that it prints, and so do its milliseconds here."""
+    return round(amount, 1) if amount >= 10 else amount
 
 
 def _total(rows: list[OperatorTime]) -> OperatorTime:
@@ -141,10 +148,15 @@ def capacity(model: KnownModel, gpu: GpuSpec, num_gpus: int, lengths: RequestLen
     """Requests and B_dense that fit beside the weights; zeros where the weights alone do not fit."""
     spec = model.spec
     free = max(0.0, num_gpus * gpu.memory_gb * 1e9 - ELEMENT_BYTES * model.exact.total)
-    kv_tokens = free / kv_bytes_per_token(spec)
-    every_head = replace(spec, num_kv_heads=spec.num_heads)
-    without_gqa = free / (kv_bytes_per_token(every_head) * max(1.0, lengths.mean_context))
-    return Capacity(kv_tokens / max(1.0, lengths.mean_context), int(lengths.steady_rows(kv_tokens)), without_gqa)
+    context = max(1.0, lengths.mean_context)
+    tokens = free / kv_bytes_per_token(spec)
+    fewer = free / kv_bytes_per_token(replace(spec, num_kv_heads=spec.num_heads))
+    return Capacity(
+        max_requests=tokens / context,
+        max_batch_size=int(lengths.steady_rows(tokens)),
+        max_requests_without_gqa=fewer / context,
+        max_batch_size_without_gqa=int(lengths.steady_rows(fewer)),
+    )
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:

@@ -90,12 +90,25 @@ def _attention(spec: ModelSpec, work: Workload) -> dict[str, Cost]:
 def _experts(spec: ModelSpec, rows: int, imbalance: float) -> dict[str, Cost]:
     if not spec.num_experts:
         return {}
+    gemms = expert_gemms(spec, rows, imbalance)
+    return {
+        "router": _gemm(rows, spec.hidden_size, spec.num_experts),
+        "experts": gemms["up_gate"] + gemms["down"],
+    }
+
+
+def expert_gemms(spec: ModelSpec, rows: int, imbalance: float = 1.0) -> dict[str, Cost]:
+    """The grouped GEMMs of one layer's experts: up and gate together, and down."""
     hidden, ffn = spec.hidden_size, spec.intermediate_size
     routed = rows * spec.experts_per_token
-    flops = 2.0 * padded_expert_rows(spec, rows, imbalance) * 3 * hidden * ffn
+    computed = padded_expert_rows(spec, rows, imbalance)
     touched = spec.num_experts * (1 - (1 - spec.experts_per_token / spec.num_experts) ** rows)
-    elements = touched * 3 * hidden * ffn + routed * (2 * hidden + 3 * ffn)
-    return {"router": _gemm(rows, hidden, spec.num_experts), "experts": Cost(flops, ELEMENT_BYTES * elements)}
+
+    def gemm(inputs: int, outputs: int) -> Cost:
+        elements = touched * inputs * outputs + routed * (inputs + outputs)
+        return Cost(2.0 * computed * inputs * outputs, ELEMENT_BYTES * elements)
+
+    return {"up_gate": gemm(hidden, 2 * ffn), "down": gemm(ffn, hidden)}
 
 
 def padded_expert_rows(spec: ModelSpec, rows: int, imbalance: float = 1.0) -> float:

@@ -26,6 +26,7 @@ from autosearch.search import (
     SearchError,
     SearchOptions,
     SearchResult,
+    check_batch,
     nano_batches_only,
     predicted,
     search,
@@ -100,6 +101,13 @@ def plan(
     return Plan(report, tuple(schedules), tuple(warnings))
 
 
+def check(target: Target, table: ProfileTable) -> None:
+    """Whether `plan` has any chance, before other buckets are searched for minutes. Raises AutosearchError's kinds."""
+    check_batch(target.work.batch_tokens)
+    check_memory(target)
+    OperatorTimes(table, target)
+
+
 def check_memory(target: Target) -> list[str]:
     """Warnings of what does not fit. Raises SearchError where not even the weights do."""
     memory = target.num_gpus * target.gpu.memory_gb * 1e9
@@ -126,6 +134,8 @@ def block_shares(times: OperatorTimes) -> dict[str, float]:
     """Each block's part of the sequential time."""
     layer, rows = build_layer(times, Collectives.ALL_REDUCE), times.target.work.batch_tokens
     whole = layer.sequential_us(rows)
+    if not whole:
+        raise SearchError(f"by profile {times.table.name} the layer takes no time: there is nothing to plan")
     return {block.name: round(layer.time_us(block, rows) / whole, 5) for block in layer.blocks}
 
 

@@ -79,8 +79,7 @@ def search(times: OperatorTimes, options: SearchOptions) -> SearchResult:
     """Find the best schedule for the target's batch. Raises SearchError where the batch cannot be planned."""
     begin = time.monotonic()
     batch = times.target.work.batch_tokens
-    if batch % RANGE_STEP:
-        raise SearchError(f"batch size {batch} is no multiple of {RANGE_STEP}: nano-batches are")
+    check_batch(batch)
     layers = [build_layer(times, collectives) for collectives in _alternatives(times, options)]
     base = predicted(sequential(times.operators(Collectives.ALL_REDUCE), batch), times, None)
     reports: list[StageReport] = []
@@ -101,6 +100,12 @@ def search(times: OperatorTimes, options: SearchOptions) -> SearchResult:
         reports=tuple(reports),
         seconds=time.monotonic() - begin,
     )
+
+
+def check_batch(batch_tokens: int) -> None:
+    """Raise SearchError where the batch cannot be cut into nano-batches."""
+    if batch_tokens % RANGE_STEP:
+        raise SearchError(f"batch size {batch_tokens} is no multiple of {RANGE_STEP}: nano-batches are")
 
 
 def gain(plan: PipelineSchedule) -> float:

@@ -21,6 +21,11 @@ class WorkloadError(AutosearchError):
     """Numbers that no iteration can have."""
 
 
+def _check_batch(batch_tokens: int) -> None:
+    if not 1 <= batch_tokens <= _LARGEST_BATCH:
+        raise WorkloadError(f"batch size {batch_tokens} must lie between 1 and {_LARGEST_BATCH}")
+
+
 def _check_sums(decode_context_tokens: float, prefill_pairs: float) -> None:
     if not (0 <= decode_context_tokens <= _LARGEST_SUM and 0 <= prefill_pairs <= _LARGEST_SUM):  # false for NaN
         raise WorkloadError(
@@ -74,8 +79,7 @@ class Workload:
     prefill_pairs: float  # query-key pairs of the prefill rows
 
     def __post_init__(self) -> None:
-        if not 1 <= self.batch_tokens <= _LARGEST_BATCH:
-            raise WorkloadError(f"batch size {self.batch_tokens} must lie between 1 and {_LARGEST_BATCH}")
+        _check_batch(self.batch_tokens)
         if not 0 <= self.decode_rows <= self.batch_tokens:
             raise WorkloadError(f"{self.decode_rows} decodes do not fit a batch of {self.batch_tokens} rows")
         _check_sums(self.decode_context_tokens, self.prefill_pairs)
@@ -97,6 +101,7 @@ class Workload:
 
     def resized(self, batch_tokens: int) -> Workload:
         """The same mix in another batch size."""
+        _check_batch(batch_tokens)
         factor = batch_tokens / self.batch_tokens
         return Workload(
             batch_tokens,
@@ -108,6 +113,7 @@ class Workload:
 
 def from_lengths(batch_tokens: int, lengths: RequestLengths) -> Workload:
     """The steady mix of a workload. A prefill row is paired with its whole prompt, as the paper's Table 2 counts."""
+    _check_batch(batch_tokens)
     decode_rows = batch_tokens * lengths.decode_share
     return Workload(
         batch_tokens,
@@ -132,6 +138,7 @@ def from_bucket(batch_tokens: int, decode_share: float, mean_context: float) -> 
     """A bucket of the schedule grid; prompts are taken to be as long as the mean context of its decodes."""
     if not 0 <= decode_share <= 1:
         raise WorkloadError(f"decode share {decode_share} must be within [0, 1]")
+    _check_batch(batch_tokens)
     decode_rows = batch_tokens * decode_share
     return Workload(batch_tokens, decode_rows, decode_rows * mean_context, (batch_tokens - decode_rows) * mean_context)
 
@@ -143,8 +150,9 @@ def from_sums(batch_tokens: int, decode_context_tokens: float, prefill_pairs: fl
     x = N/M solves x + x²/2 = context / pairs. The paper does not print its row counts; in whole tiles of 64 rows
     the estimate for Table 2 is 1,344 decodes, which reproduces both of its attention cells.
     """
+    _check_batch(batch_tokens)
     _check_sums(decode_context_tokens, prefill_pairs)
-    if prefill_pairs == 0 or decode_context_tokens == 0:
+    if prefill_pairs < 1 or decode_context_tokens == 0:
         decode_rows = float(batch_tokens if decode_context_tokens else 0)
     else:
         x = math.sqrt(1 + 2 * decode_context_tokens / prefill_pairs) - 1

@@ -74,6 +74,7 @@ def _cost_fields(cost: IterationCost, held: Capacity, optima: dict[str, float]) 
         "max_batch_size": held.max_batch_size,
         "max_requests": int(held.max_requests),
         "max_requests_without_gqa": int(held.max_requests_without_gqa),
+        "max_batch_size_without_gqa": held.max_batch_size_without_gqa,
     }
 
 
@@ -88,6 +89,6 @@ def _print_cost(cost: IterationCost, held: Capacity, optima: dict[str, float]) -
     print(f"T_R = T_mem / T_compute {cost.t_r:.3f}, T_net / T_compute {cost.net_ratio:.3f}: {cost.bound.value}-bound")
     print(f"optimum {optima['nominal']:.0f} tokens/s/GPU ({optima['exact']:.0f} by the exact parameter count)")
     print(
-        f"memory holds {held.max_requests:.0f} requests ({held.max_requests_without_gqa:.0f} without GQA): "
-        f"B_dense up to {held.max_batch_size}"
+        f"memory holds {held.max_requests:.0f} requests, B_dense up to {held.max_batch_size} "
+        f"(without GQA {held.max_requests_without_gqa:.0f}, {held.max_batch_size_without_gqa})"
     )

@@ -85,10 +85,13 @@ def search(
     store = ScheduleStore(out) if out else None
     if store:
         store.prepare()
+    targets = [Target(known, card, num_gpus, work, expert_imbalance) for work in works]
+    for target in targets:
+        planner.check(target, table)
     reports = []
-    for number, work in enumerate(works, start=1):
+    for number, target in enumerate(targets, start=1):
+        work = target.work
         say(f"[{number}/{len(works)}] {known.name}: B_dense {work.batch_tokens}, decodes {work.decode_share:.0%}")
-        target = Target(known, card, num_gpus, work, expert_imbalance)
         found = planner.plan(target, table, options, store, reuse_similar)
         for warning in found.warnings:
             say(f"warning: {warning}")

@@ -62,10 +62,14 @@ def sweep(
     lengths = mean_lengths(input_len, output_len)
     options = search_options(solver, time_limit, 0.005, 1, "both", "all")
     plot.check_writable(png)
+    sizes = numbers(batch_sizes, int)
+    works = [from_lengths(batch, lengths) if lengths else table.workload.resized(batch) for batch in sizes]
+    targets = [Target(known, card, num_gpus, work) for work in works]
+    for target in targets:
+        planner.check(target, table)
     points = []
-    for batch in numbers(batch_sizes, int):
-        work = from_lengths(batch, lengths) if lengths else table.workload.resized(batch)
-        point = planner.sweep_point(Target(known, card, num_gpus, work), table, options)
+    for batch, target in zip(sizes, targets):
+        point = planner.sweep_point(target, table, options)
         say(f"B_dense {batch}: pipeline {point.pipeline:.0f}, sequential {point.sequential:.0f} tokens/s/GPU")
         points.append(point)
     plot.save_sweep(points, png, f"{known.name} on {num_gpus} x {card.name}, {table.name}", table.spread)

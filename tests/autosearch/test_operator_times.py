@@ -1,5 +1,7 @@
 """Times of other models, workloads and numbers of GPUs, from one profile."""
 
+from dataclasses import replace
+
 import pytest
 from planning import A100_PROFILE, H200_PROFILE, a100_times
 
@@ -68,3 +70,21 @@ def test_joules_are_known_where_measured():
     assert total == pytest.approx(0.68 + 0.24)
     qkv = a100_times().operators(Collectives.ALL_REDUCE)[1]
     assert a100_times().joules(qkv, 128) is None
+
+
+def test_a_profile_of_an_unknown_model_or_with_times_that_its_set_up_has_not_is_refused():
+    table = ProfileTable.from_file(A100_PROFILE)
+    target = a100_times().target
+    unknown = OperatorTimes(replace(table, model="gpt-5"), target)
+    with pytest.raises(ProfileError, match="gpt-5"):
+        all_times(unknown)
+    alone = OperatorTimes(replace(table, measured_on=replace(table.measured_on, num_gpus=1)), target)
+    with pytest.raises(ProfileError, match="does not run"):
+        all_times(alone)
+
+
+@pytest.mark.parametrize("imbalance", [0.5, -3, float("nan"), float("inf")])
+def test_impossible_imbalance_is_refused(imbalance):
+    times = a100_times()
+    with pytest.raises(ProfileError, match="imbalance"):
+        OperatorTimes(times.table, replace(times.target, expert_imbalance=imbalance))

@@ -7,7 +7,16 @@ from autosearch.interference import Pairwise
 from autosearch.operators import Collectives, Resource
 from autosearch.pipeline import nanobatch_only, sequential
 from autosearch.planner import SweepPoint
-from autosearch.plot import crossover, save_gantt, save_sweep, steady_window, text_gantt, utilisation
+from autosearch.plot import (
+    PlotError,
+    check_writable,
+    crossover,
+    save_gantt,
+    save_sweep,
+    steady_window,
+    text_gantt,
+    utilisation,
+)
 from autosearch.simulate import activities, simulate
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -45,6 +54,15 @@ def test_pngs_are_written(played, tmp_path):
     points = [SweepPoint(128, 90, 100, False), SweepPoint(256, 120, 110, True)]
     save_sweep(points, tmp_path / "sweep.png", "title", 0.05)
     assert (tmp_path / "sweep.png").read_bytes()[:8] == PNG
+
+
+def test_paths_that_cannot_be_written_are_refused(played, tmp_path):
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    for path in (tmp_path, tmp_path / "file" / "gantt.png"):
+        with pytest.raises(PlotError, match="cannot be written"):
+            save_gantt(*played, path, "title")
+    check_writable(tmp_path / "new" / "sweep.png")
+    assert not (tmp_path / "new" / "sweep.png").exists()
 
 
 def test_more_lanes_are_all_drawn():

@@ -91,6 +91,12 @@ def test_pareto_keeps_what_nothing_beats():
     assert table.best("qkv", 128).kernel == "fast"
 
 
+def test_unknown_joules_beat_nobody():
+    times = (IsolatedTime("qkv", 128, 10.0, 1.0, "unknown"), IsolatedTime("qkv", 128, 10.0, 1.0, "known", 2.0))
+    table = replace(made_up_profile({}, 128), isolated=times)
+    assert [entry.kernel for entry in table.pareto("qkv", 128)] == ["known"]
+
+
 def test_a_change_of_version_invalidates():
     table = h200()
     table.check_current("h200", {"torch": "2.11"})
@@ -111,6 +117,19 @@ def test_a_change_of_version_invalidates():
         {"concurrent": [{"resources": ["compute"], "sm_shares": [1.0], "rates": [1.0]}]},
         {"concurrent": [{"resources": ["compute", "x"], "sm_shares": [0.5, 0.5], "rates": [0.5, 0.5]}]},
         {"concurrent": [{"resources": ["compute", "memory"], "sm_shares": [0.5, 0.5], "rates": [0.5, 0]}]},
+        {"concurrent": [{"resources": ["compute", "memory"], "sm_shares": [0.5, 0.5], "rates": [0.5, 1e-300]}]},
+        {"triples": [{"sm_shares": [0.5, 0.3, 0.3], "rates": [0.5, 0.5, 0]}]},
+        {"triples": [{"sm_shares": [0.5, 0.3], "rates": [0.5, 0.5]}]},
+        {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 1e300}]},
+        {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 1e-300}]},
+        {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 0}]},
+        {"isolated": [{"operator": "qkv", "tokens": 128.5, "time_us": 1.0}]},
+        {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 1.0, "joules": -1.0}]},
+        {"measured_on": {"gpu": "h200", "num_gpus": 0, "num_sms": 132}},
+        {"measured_on": {"gpu": "h200", "num_gpus": 1, "num_sms": 132, "versions": ["torch"]}},
+        {"spread": -0.1},
+        {"spread": 1.0},
+        {"spread": float("nan")},
         {"unknown": 1},
         {"workload": None},
     ],

@@ -210,5 +210,9 @@ def test_an_impossible_program_is_reported_not_raised(options):
 def test_unknown_solvers_and_impossible_limits_are_refused():
     with pytest.raises(SolverError, match="glpk, highs"):
         SolverOptions("cplex")
-    with pytest.raises(SolverError):
-        replace(GLPK, time_limit_s=0)
+    for number in (0, -1, float("nan"), float("inf"), 1e300):
+        with pytest.raises(SolverError, match="time limit"):
+            replace(GLPK, time_limit_s=number)
+    for number in (-1, 1, float("nan"), float("inf")):
+        with pytest.raises(SolverError, match="gap"):
+            replace(GLPK, gap=number)
