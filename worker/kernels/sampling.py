@@ -14,8 +14,8 @@ import triton.language as tl
 
 from worker.sampler import MIN_TEMPERATURE
 
-_WARPS = 16
-_BLOCK = 8192  # logits at a time: 16 per thread
+_BLOCK = 8192  # logits at a time
+_WARP_LOGITS = 512  # of these for each warp
 _MAX_VOCAB = 1 << 19  # weights of more tokens than this could overflow their sum
 # Low bits of an fp32's key that are the same for every number of the type: no need to search them.
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
@@ -172,7 +172,9 @@ def _invert(
         sums = tl.where(number == start // BLOCK, here, sums)
     total = tl.sum(sums, 0)
     target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
-    block = tl.sum((tl.cumsum(sums, 0) <= target).to(tl.int32), 0)
+    # Not by tl.cumsum: it is for vectors that give every thread a number of its own.
+    up_to = tl.sum(tl.where(number[None, :] <= number[:, None], sums[None, :], 0), 1)
+    block = tl.sum((up_to <= target).to(tl.int32), 0)
     before = tl.sum(tl.where(number < block, sums, 0), 0)
     ids, x = _load(logits, block * BLOCK, vocab, BLOCK)
     cumulative = before + tl.cumsum(_kept_weight(x, ids, top, scale, threshold, last, SHIFT), 0)
@@ -277,7 +279,7 @@ def sample(
     count, vocab = logits.shape
     if vocab > _MAX_VOCAB:
         raise ValueError(f"a vocabulary of {vocab} tokens is too large to be sampled: {_MAX_VOCAB} at most")
-    block = min(block, triton.next_power_of_2(vocab))
+    block = max(32, min(block, triton.next_power_of_2(vocab)))
     _sample_kernel[(count,)](
         logits,
         rows,
@@ -296,5 +298,5 @@ def sample(
         BLOCKS=triton.next_power_of_2(triton.cdiv(vocab, block)),
         SHIFT=_SHIFTS[logits.dtype],
         BLOCK=block,
-        num_warps=_WARPS,
+        num_warps=max(1, block // _WARP_LOGITS),
     )
