@@ -160,10 +160,11 @@ class Frontend:
 
     async def _submit(self, request: GenerationRequest, owner: str) -> LiveRequest:
         place = object()  # in the queue, from before any work is put into the prompt
+        num_tokens = self.intake.estimated_tokens(request)
         try:
-            self._admission.check(0)
+            self._admission.check(num_tokens)
             self._choose_link()
-            self._admission.add(place, 0)
+            self._admission.add(place, num_tokens)
             try:
                 token_ids = await self.intake.token_ids(request, self._max_model_len())
             finally:

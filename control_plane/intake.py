@@ -18,6 +18,7 @@ from control_plane.tokenizer import Tokenizer
 from control_plane.validation import Limits, check_prompt_len, check_request, check_token_ids
 
 INLINE_CHARS = 1024  # longer text is tokenized in a thread, so that others need not wait
+CHARS_PER_TOKEN = 4  # roughly, in most languages and tokenizers
 
 
 class Intake:
@@ -71,6 +72,15 @@ class Intake:
         check_prompt_len(len(token_ids), max_model_len)
         check_token_ids("prompt", token_ids, self.model.vocab_size)
         return token_ids
+
+    def estimated_tokens(self, request: GenerationRequest) -> int:
+        """About as many as the prompt has, found in no time: it bounds what waits to be tokenized."""
+        prompt = request.prompt
+        if isinstance(prompt, TextPrompt):
+            return len(prompt.text) // CHARS_PER_TOKEN
+        if isinstance(prompt, ChatPrompt):
+            return sum(len(message.content) for message in prompt.messages) // CHARS_PER_TOKEN
+        return 0  # they are there already, and need not wait
 
     def detokenizer(self, prompt_token_ids: tuple[int, ...]) -> Detokenizer:
         """For the output that follows the prompt."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from control_plane.errors import ApiError
@@ -48,7 +49,8 @@ class LiveRequest:
         make_detokenizer: Callable[[], Detokenizer],
         max_buffered_tokens: int,
     ) -> None:
-        self.request = request  # as first sent to an engine; its request_id is known to no client
+        self.request = request  # as first sent to an engine (its id is known to no client); no prompt after the end
+        self.num_prompt_tokens = len(request.prompt_token_ids)
         self.request_id = request_id  # as the client knows it
         self.owner = owner  # who may stream and cancel it
         self.on_disconnect = on_disconnect
@@ -82,10 +84,6 @@ class LiveRequest:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         self.start: RequestStart | None = None  # the engine's latest word, while it has not ended the request
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     def add_token(self, token_id: int, now: float) -> None:
         """The next output token. Raises BufferFullError when the reader is too slow."""
@@ -130,7 +128,13 @@ class LiveRequest:
             num_preemptions=0 if known is None else known.num_preemptions,
         )
         self._news.set()
+        self._release_prompt()
         return self.final
+
+    def _release_prompt(self) -> None:
+        """It may be long, and ended requests are kept for readers to come."""
+        self.request = replace(self.request, prompt_token_ids=())
+        self._make_detokenizer = TokensOnly
 
     async def next_event(self) -> Delta | Final:
         """Wait for news for the reader: all new output in one delta, then the final event."""

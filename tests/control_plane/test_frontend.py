@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from dataclasses import replace
 
@@ -257,6 +258,20 @@ async def test_ended_requests_are_kept_in_bounded_number():
         assert outcomes == [CancelOutcome.NOT_FOUND] * 3 + [CancelOutcome.ALREADY_FINISHED] * 3
 
 
+async def test_an_ended_request_that_is_kept_does_not_keep_its_prompt(byte_tokenizer):
+    prompt = [40] * 50
+    async with running_frontend(tokenizer=byte_tokenizer) as (frontend, _, instance):
+        await frontend.submit(replace(GREEDY, prompt=TokenPrompt(prompt), request_id="it"))
+        await until(lambda: frontend.num_live == 0)
+        instance.submitted.clear()
+        live = frontend._requests.find("", "it")
+        gc.collect()
+        held = [each for each in gc.get_objects() if type(each) is tuple and each == tuple(prompt)]
+        assert not held
+        assert live.final.num_prompt_tokens == 50
+        assert (await read(frontend.stream("it")))[0] == output_of(prompt, 5)
+
+
 async def test_an_id_may_be_used_again_after_its_request_ended():
     async with running_frontend() as (frontend, _, _):
         for _ in range(2):
@@ -333,6 +348,15 @@ async def test_requests_whose_prompts_are_being_tokenized_count_as_waiting(byte_
         assert [result.kind for result in results[1:]] == [ErrorKind.INVALID_ARGUMENT] * 2  # longer than the context
         assert len((await read(await frontend.generate(short)))[0]) == 5
         assert not frontend._admission._waiting
+
+
+async def test_text_that_is_being_tokenized_counts_by_its_size(byte_tokenizer):
+    request = replace(GREEDY, prompt=TextPrompt("x" * 4000))
+    limits = Limits(max_num_queued_tokens=1500)
+    async with running_frontend(limits=limits, tokenizer=byte_tokenizer) as (frontend, _, _):
+        results = await asyncio.gather(*(frontend.submit(request) for _ in range(2)), return_exceptions=True)
+    # The first is refused for what it is; beside it there was no room for the second.
+    assert [error.kind for error in results] == [ErrorKind.INVALID_ARGUMENT, ErrorKind.OVERLOADED]
 
 
 # Faults
