@@ -94,6 +94,10 @@ class Frontend:
         """submit() and stream() at once. Raises ApiError."""
         return self._read(await self._submit(request, owner), 0)
 
+    def note_refusal(self, error: ApiError) -> None:
+        """Count a request that was refused; a transport tells of those that it cannot even translate."""
+        self._metrics.rejected(error.kind.label)
+
     def cancel(self, request_id: str, owner: str = "") -> CancelOutcome:
         """End a request, whatever its state. Idempotent."""
         live = self._requests.find(owner, request_id)
@@ -171,7 +175,7 @@ class Frontend:
                 self._admission.remove(place)
             return self._accept(request, owner, token_ids)
         except ApiError as error:
-            self._metrics.rejected(error.kind.label)
+            self.note_refusal(error)
             raise
 
     def _accept(self, request: GenerationRequest, owner: str, token_ids: tuple[int, ...]) -> LiveRequest:

@@ -59,7 +59,7 @@ class GenerationService(pb_grpc.GenerationServicer):
         self._write_timeout_s = write_timeout_s
 
     async def Submit(self, request: pb.SubmitRequest, context: grpc.aio.ServicerContext) -> pb.SubmitResponse:
-        wanted = to_request(request.request, OnDisconnect.DETACH, self._frontend.limits, deadline_s=None)
+        wanted = self._to_request(request.request, OnDisconnect.DETACH, deadline_s=None)
         accepted = await self._frontend.submit(wanted, self._owner(context))
         _log_accepted(accepted.request_id, context)
         return pb.SubmitResponse(request_id=accepted.request_id, prompt_tokens=accepted.num_prompt_tokens)
@@ -74,8 +74,7 @@ class GenerationService(pb_grpc.GenerationServicer):
         return pb.CancelResponse(outcome=OUTCOMES[outcome])
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
-        limits, deadline_s = self._frontend.limits, context.time_remaining()
-        wanted = to_request(request, OnDisconnect.CANCEL, limits, deadline_s)
+        wanted = self._to_request(request, OnDisconnect.CANCEL, context.time_remaining())
         reader = await self._frontend.generate(wanted, self._owner(context))
         _log_accepted(reader.request_id, context)
         await self._write_all(reader, context)
@@ -96,6 +95,15 @@ class GenerationService(pb_grpc.GenerationServicer):
                     error = event.error
         if error is not None:
             raise error
+
+    def _to_request(
+        self, message: pb.GenerateRequest, default: OnDisconnect, deadline_s: float | None
+    ) -> GenerationRequest:
+        try:
+            return to_request(message, default, self._frontend.limits, deadline_s)
+        except ApiError as error:
+            self._frontend.note_refusal(error)
+            raise
 
     def _owner(self, context: grpc.aio.ServicerContext) -> str:
         owner = self._api_keys.owner(context.invocation_metadata())

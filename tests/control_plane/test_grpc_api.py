@@ -409,6 +409,19 @@ async def test_reflection_lists_the_services():
     assert {GENERATION, ADMIN, "grpc.health.v1.Health"} <= names
 
 
+async def test_requests_that_cannot_even_be_translated_count_as_refused():
+    async with running_service() as service:
+        nothing = generation_pb2.GenerateRequest()
+        for call in (
+            service.generation.Generate(nothing),
+            service.generation.Generate(question(on_disconnect=99)),
+        ):
+            assert (await status_of(call)).code() is Code.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError):
+            await service.generation.Submit(generation_pb2.SubmitRequest(request=nothing))
+        assert service.value("nanoflow_requests_rejected_total", reason="invalid_argument") == 3
+
+
 async def test_counts_agree_after_requests_of_every_kind():
     limits = Limits(max_temperature=2)
     async with running_service(limits=limits, step_s=0.002) as service:
