@@ -85,14 +85,17 @@ class InstanceLink(Generic[T]):
             while True:
                 await self._to_send.wait()
                 self._to_send.clear()
-                new, self._new = self._new, {}
-                cancels, self._cancels = self._cancels, []
-                if new:
-                    await self.instance.submit(list(new.values()))
-                if cancels:
-                    await self.instance.cancel(cancels)
+                await self._send()
         except Exception as error:
             self._lose(error)
+
+    async def _send(self) -> None:
+        new, self._new = self._new, {}
+        cancels, self._cancels = self._cancels, []
+        if new:
+            await self.instance.submit(list(new.values()))
+        if cancels:
+            await self.instance.cancel(cancels)
 
     async def _receive_all(self) -> None:
         try:
