@@ -75,3 +75,26 @@ def test_tokens_equal_the_cpu_worker(device, temperature):
     else:
         first = [next((i for i, (a, b) in enumerate(zip(found[r], expected[r])) if a != b), 40) for r in expected]
         assert sum(first) > 0.8 * 40 * len(first), first
+
+
+def test_more_random_rows_than_a_piece_among_greedy_ones(monkeypatch):
+    monkeypatch.setattr("worker.cuda_executor.RANDOM_ROWS", 16)
+    monkeypatch.setattr("worker.cuda_executor._SAMPLE_SIZES", (4, 16))
+    if not MODEL.exists():
+        pytest.skip(f"{MODEL} is absent")
+    torch.set_num_threads(1)
+    common = {"model_dir": MODEL, "max_batch_tokens": 98, "max_slots": 49, "page_size": 16, "num_pages": 49}
+    kinds = [(0.8, 0, 1.0), (0.0, 0, 1.0), (1.0, 40, 0.9), (1.2, 0, 0.7), (1.0, 1, 1.0), (0.9, 0, 0.99), (2.0, 5, 1.0)]
+    requests = [
+        NewRequest(
+            f"r{n}",
+            (1, 3 + n),
+            SamplingParams(max_tokens=3, temperature=temperature, top_k=top_k, top_p=top_p, seed=n),
+        )
+        for n in range(49)
+        for temperature, top_k, top_p in [kinds[n % 7]]
+    ]
+    worker = Worker(WorkerConfig(**common))
+    worker.load()
+    expected = generate(LocalExecutor(worker), requests)
+    assert generate(CudaExecutor(WorkerConfig(**common, device="cpu", dtype="float32")), requests) == expected
