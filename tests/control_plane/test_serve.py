@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from contextlib import nullcontext
 
 import grpc
 import pytest
@@ -34,7 +35,7 @@ class Serving:
             self.instances.append(FakeInstance(name, step_s=0.01))
             return self.instances[-1]
 
-        monkeypatch.setattr(serve, "connect", lambda num_cpus: None)
+        monkeypatch.setattr(serve, "connected", lambda num_cpus: nullcontext())
         monkeypatch.setattr(serve, "start_instance", start_instance)
         monkeypatch.setattr(serve, "exit_within", self.exit_bounds.append)
         options = EngineConfig(model=folder), ServerConfig(port=0, metrics_port=0, shutdown_timeout=10), Limits()
