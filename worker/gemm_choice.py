@@ -13,10 +13,16 @@ import torch
 
 from worker.kernels.skinny_gemm import SkinnyTile
 
-SKINNY_ROWS = 32  # up to here the skinny kernel reads the weights fastest
-MEASURED_ROWS = 512  # from here on the shapes are timed; between the two cuBLAS was always ahead
+SKINNY_ROWS = 32  # up to here the skinny kernel reads all weights fastest
+DEEP, DEEP_ROWS = 8192, 64  # weights of this depth up to so many rows
+MEASURED_ROWS = 512  # from here on the shapes are timed; between these and the skinny ones cuBLAS was ahead
 _ADVANTAGE = 0.98  # a challenger must be this much faster, or noise would choose
 _LAUNCHES = 8
+
+
+def is_skinny(rows: int, depth: int) -> bool:
+    """Whether the skinny kernel is the one for so many rows of a weight of this depth."""
+    return rows <= (DEEP_ROWS if depth >= DEEP else SKINNY_ROWS)
 
 
 def skinny_tile(columns: int, depth: int) -> SkinnyTile:

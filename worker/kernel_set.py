@@ -113,7 +113,7 @@ class TritonKernels:
                 torch.addmm(bias, x, w.t(), out=out)
 
         rows, columns = x.shape[0], w.shape[0]
-        if rows <= self._choice.SKINNY_ROWS:
+        if self._choice.is_skinny(rows, w.shape[1]):
             tile = self._choice.skinny_tile(columns, w.shape[1])
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, bias=bias)
         elif rows < self._choice.MEASURED_ROWS or columns % 8:  # TMA wants rows of whole 16 bytes
@@ -128,9 +128,11 @@ class TritonKernels:
             self._elementwise.silu_mul(both, out, block)
 
         rows, (columns, depth) = x.shape[0], w.shape
-        if rows <= self._choice.SKINNY_ROWS and block % 64 == 0:
+        if self._choice.is_skinny(rows, depth) and block % 64 == 0:
             tile = self._choice.skinny_tile(columns // 2, depth)
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
+        elif rows <= 64 and block == self._gemm.GATE_BLOCK:
+            self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True, tile=self._gemm.LOW_TILE)
         elif rows < self._choice.MEASURED_ROWS or block != self._gemm.GATE_BLOCK:
             cublas()
         else:

@@ -21,7 +21,7 @@ from control_plane.bench.record import Record
 from scheduler.plan import StepStats
 from worker.cuda_executor import CudaExecutor, Snapshot
 
-SETTLE_S, MEASURE_S = 0.4, 1.0  # of replaying before, and while measuring
+SETTLE_S, MEASURE_S = 1.0, 1.0  # of replaying before, and while measuring
 GEMMS = ("qkv", "o", "up_gate", "down")
 PARTS = (*GEMMS, "lm_head", "decode_attention", "prefill_attention", "attn_norm", "ffn_norm", "rope_append", "embed")
 _EVERY_STEPS = 50  # how often an iteration is looked at
@@ -72,6 +72,7 @@ def waterfall(
     bound_s = _gemm_only_s(executor, meter, snapshot, record)
     bound_s += num_output_tokens * parts["lm_head"].ms / stats.num_decodes / 1e3
     table = {name: _row(reading, whole) for name, reading in {**parts, "whole iteration": whole}.items()}
+    table["the same in the run"] = {"ms": round(stats.run_s * 1e3, 3), "share": round(stats.run_s * 1e3 / whole.ms, 4)}
     steps = _waterfall(parts, whole, ideal_ms, stats, figures)
     _show(table, steps, stats)
     return {
@@ -96,9 +97,8 @@ def _show(table: dict[str, dict[str, float]], steps: list[tuple[str, float, floa
     """Both tables on stderr."""
     lines = [f"one iteration of {stats.num_tokens} rows, {stats.num_decodes} of them decodes, each operator by itself:"]
     for name, row in table.items():
-        lines.append(
-            f"  {name:<18}{row['ms']:>9.3f} ms {row['share']:>7.1%} {row['joules']:>8.3f} J {row['watts']:>6.0f} W"
-        )
+        energy = f" {row['joules']:>8.3f} J {row['watts']:>6.0f} W" if "joules" in row else ""
+        lines.append(f"  {name:<20}{row['ms']:>9.3f} ms {row['share']:>7.1%}{energy}")
     lines.append("from the bound to what was reached:")
     lines += [f"  {what:<56}{ms:>9.3f} ms {rate:>10.0f} tokens/s" for what, ms, rate in steps]
     print("\n".join(lines), file=sys.stderr, flush=True)

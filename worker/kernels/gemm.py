@@ -29,6 +29,9 @@ class Tile:
     warps: int = 8
 
 
+LOW_TILE = Tile(rows=64, stages=4, warps=4)  # for at most 64 rows
+
+
 @triton.jit
 def _tile_of(tile, num_m, num_n, GROUP: tl.constexpr):
     """Row and column of a tile; groups of GROUP tile rows share the weight's columns in L2."""
@@ -58,14 +61,13 @@ def _gemm_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    GRID: tl.constexpr,
     SILU_MUL: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
     if num_rows is not None:
         M = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, GRID, flatten=True):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, n = _tile_of(tile, num_m, num_n, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(num_k):
@@ -95,11 +97,10 @@ def _gemm_argmax_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    GRID: tl.constexpr,
 ):
     live = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(live, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
-    for tile in tl.range(tl.program_id(0), num_m * num_n, GRID, flatten=True):
+    for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, n = _tile_of(tile, num_m, num_n, GROUP)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(num_k):
@@ -153,7 +154,6 @@ def linear(
         BN=tile.columns,
         BK=tile.depth,
         GROUP=8,
-        GRID=grid,
         SILU_MUL=silu_mul,
         DTYPE=_DTYPES[out.dtype],
         num_warps=tile.warps,
@@ -190,7 +190,6 @@ def linear_argmax(
         BN=tile.columns,
         BK=tile.depth,
         GROUP=16,
-        GRID=grid,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
