@@ -50,6 +50,7 @@ class LatencyCap:
             self._best_effort_s = 0.0
         self._recent[used].append(step_s)
         usual_s = _slowest_but_accidents(self._recent[used])
+        self._best_effort_s = min(self._best_effort_s, _BEST_EFFORT * usual_s)  # no smaller bucket takes longer
         if usual_s > _HEADROOM * limit_s:
             if len(self._recent[used]) > 1:
                 self._close(used, usual_s)

@@ -253,6 +253,16 @@ def test_a_slow_bucket_closes_all_above_it() -> None:
     assert cap.batch_tokens == 1
 
 
+def test_a_slow_start_does_not_lift_the_best_effort_for_good() -> None:
+    cap = LatencyCap((1, 2, 4, 8), 0.001)
+    for _ in range(3):
+        cap.record(1, 9.0)
+    for _ in range(2000):
+        size = cap.batch_tokens
+        cap.record(size, 0.004 + 0.001 * size)
+    assert cap.batch_tokens in (2, 4)  # 6 ms is less than 1.25 times the 5 ms of the smallest; 8 ms is a try
+
+
 def test_tries_are_rare_once_they_have_failed() -> None:
     cap, late = LatencyCap((64, 96), 1.0), 0
     for _ in range(10_000):
