@@ -91,10 +91,15 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
 
 
 def instance_config(engine: EngineConfig, limits: Limits) -> InstanceConfig:
-    """What an instance of these options is."""
+    """What an instance of these options is.
+
+    Its scheduler lets more requests wait than the front end: new ones reach it before the cancels of those that made
+    room for them, and after a loss those that ran wait again.
+    """
+    worker = worker_config(engine)
     return InstanceConfig(
-        worker=worker_config(engine),
-        scheduler=scheduler_config(engine, limits.max_num_queued_reqs),
+        worker=worker,
+        scheduler=scheduler_config(engine, 2 * limits.max_num_queued_reqs + worker.max_slots),
         step_timeout_s=engine.step_timeout,
     )
 

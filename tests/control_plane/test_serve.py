@@ -92,3 +92,9 @@ async def test_a_first_start_that_fails_raises_what_it_raised(monkeypatch, capsy
     serving = Serving(monkeypatch, capsys, stories_folder, broken_start=1)
     with pytest.raises(RuntimeError, match="on fire"):
         await asyncio.wait_for(serving.task, 10)
+
+
+def test_the_scheduler_never_refuses_what_the_front_end_has_accepted(stories_folder):
+    limits = Limits(max_num_queued_reqs=20_000)
+    config = serve.instance_config(EngineConfig(model=stories_folder), limits)
+    assert config.scheduler.max_waiting >= 2 * 20_000 + config.worker.max_slots
