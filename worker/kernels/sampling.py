@@ -239,11 +239,11 @@ def _sample_kernel(
     if first + row >= tl.load(num_rows):
         return
     # Beyond these bounds the scale would leave fp32's range.
-    warmth = tl.minimum(tl.maximum(tl.load(temperature + row), MIN_TEMPERATURE), 1e30)
+    bounded = tl.minimum(tl.maximum(tl.load(temperature + row), MIN_TEMPERATURE), 1e30)
     token = _choose(
         logits + row.to(tl.int64) * stride,
         vocab,
-        warmth,
+        bounded,
         tl.load(top_k + row),
         tl.load(top_p + row),
         tl.load(noise + row),
