@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError
 from google.rpc.error_details_pb2 import RetryInfo
 from google.rpc.status_pb2 import Status
 
@@ -22,6 +23,7 @@ from control_plane.grpc_correlation import correlation
 log = logging.getLogger(__name__)
 
 OURS = "/nanoflow.v1."
+UNREADABLE = object()  # stands for a message that is none of its kind
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ApiError) -> NoReturn:
@@ -57,6 +59,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
+                if request is UNREADABLE:
+                    raise ApiError(ErrorKind.INVALID_ARGUMENT, "the message is not what this method takes")
                 return await behaviour(request, context)
             except ApiError as error:
                 await abort(context, error)
@@ -67,11 +71,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 log.exception("a call to %s failed%s", handler_call_details.method, sent)
                 await abort(context, ApiError(ErrorKind.INTERNAL, "internal error; the server's log has more"))
 
-        return with_behaviour(handler, answer)
+        return with_behaviour(handler, answer, _lenient(handler.request_deserializer))
 
 
-def with_behaviour(handler: grpc.RpcMethodHandler, behaviour: Callable[..., Any]) -> grpc.RpcMethodHandler:
-    """A handler of the same kind with the same messages that does something else."""
+def with_behaviour(
+    handler: grpc.RpcMethodHandler,
+    behaviour: Callable[..., Any],
+    deserializer: Callable[[bytes], object] | None = None,
+) -> grpc.RpcMethodHandler:
+    """A handler of the same kind with the same messages that does something else, or also reads them differently."""
     makers = {
         (False, False): grpc.unary_unary_rpc_method_handler,
         (False, True): grpc.unary_stream_rpc_method_handler,
@@ -79,4 +87,16 @@ def with_behaviour(handler: grpc.RpcMethodHandler, behaviour: Callable[..., Any]
         (True, True): grpc.stream_stream_rpc_method_handler,
     }
     make = makers[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(behaviour, deserializer or handler.request_deserializer, handler.response_serializer)
+
+
+def _lenient(deserializer: Callable[[bytes], object]) -> Callable[[bytes], object]:
+    """Gives UNREADABLE for what it cannot read. gRPC itself would answer UNKNOWN, as if that were our fault."""
+
+    def read(message: bytes) -> object:
+        try:
+            return deserializer(message)
+        except DecodeError:
+            return UNREADABLE
+
+    return read

@@ -292,6 +292,20 @@ async def test_frequent_pings_of_a_client_are_put_up_with():
         assert (await read(service.generation.Generate(question())))[2] is Code.OK
 
 
+async def test_bytes_that_are_no_message_are_the_callers_fault():
+    streams, calls = ["Generate", "Stream"], [f"{GENERATION}/Submit", f"{GENERATION}/Cancel", f"{ADMIN}/Drain"]
+    no_message, no_utf8_in_text = b"\xff\xff\xff", b"\x12\x02\xc3\x28"
+    async with running_service() as service:
+        for method, message in [*((each, no_message) for each in streams), ("Generate", no_utf8_in_text)]:
+            call = service.channel.unary_stream(f"/{GENERATION}/{method}")(message)
+            assert (await status_of(call)).code() is Code.INVALID_ARGUMENT
+        for method in calls:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await service.channel.unary_unary(f"/{method}")(no_message)
+            assert caught.value.code() is Code.INVALID_ARGUMENT
+        assert not service.frontend.draining
+
+
 async def test_faults_of_our_own_are_internal_and_tell_nothing():
     async with running_service() as service:
 
