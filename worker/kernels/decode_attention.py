@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.chain import CHAINED, after_previous
+
 # int32 fields of a unit: query row, page table row, first key, end of keys, first partial of the row, part, parts, 0
 UNIT_FIELDS = 8
 _LOG2E = 1.4426950408889634
@@ -43,7 +45,9 @@ def _decode_kernel(
     P: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     og, od, on = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, BN)
     in_head = (og[:, None] < G) & (od[None, :] < D)
     total = tl.load(num_units) * HK
@@ -173,4 +177,5 @@ def decode_attention(
         BN=tokens_per_tile,
         STAGES=stages,
         num_warps=warps,
+        **CHAINED,
     )

@@ -9,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.chain import CHAINED, after_previous
+
 
 @triton.jit
-def _embed_kernel(tokens, last_tokens, table, out, hidden, BLOCK: tl.constexpr):
+def _embed_kernel(tokens, last_tokens, table, out, hidden, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     row = tl.program_id(0)
     token = tl.load(tokens + row)
     if token < 0:
@@ -26,12 +29,15 @@ def embed(tokens: torch.Tensor, last_tokens: torch.Tensor, table: torch.Tensor, 
     hidden = table.shape[1]
     block = min(1024, triton.next_power_of_2(hidden))
     _embed_kernel[(tokens.shape[0], triton.cdiv(hidden, block))](
-        tokens, last_tokens, table, out, hidden, BLOCK=block, num_warps=4
+        tokens, last_tokens, table, out, hidden, BLOCK=block, num_warps=4, **CHAINED
     )
 
 
 @triton.jit
-def _add_rms_norm_kernel(residual, delta, rows, num_rows, weight, out, hidden, eps, BLOCK: tl.constexpr):
+def _add_rms_norm_kernel(
+    residual, delta, rows, num_rows, weight, out, hidden, eps, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    after_previous(PDL)
     target = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
@@ -60,7 +66,17 @@ def add_rms_norm(
     hidden = residual.shape[1]
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(residual.shape[0],)](
-        residual, delta, None, None, weight, out, hidden, eps, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        residual,
+        delta,
+        None,
+        None,
+        weight,
+        out,
+        hidden,
+        eps,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **CHAINED,
     )
 
 
@@ -77,7 +93,17 @@ def gather_add_rms_norm(
     hidden = residual.shape[1]
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows.shape[0],)](
-        residual, delta, rows, num_rows, weight, out, hidden, eps, BLOCK=block, num_warps=min(16, max(1, block // 512))
+        residual,
+        delta,
+        rows,
+        num_rows,
+        weight,
+        out,
+        hidden,
+        eps,
+        BLOCK=block,
+        num_warps=min(16, max(1, block // 512)),
+        **CHAINED,
     )
 
 
@@ -97,7 +123,9 @@ def _rope_append_kernel(
     HALF: tl.constexpr,  # D / 2 rounded up to a power of two
     P: tl.constexpr,
     HEADS: tl.constexpr,  # per program
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     row = tl.program_id(0)
     cell = tl.load(cells + row)
     if cell < 0:
@@ -165,11 +193,13 @@ def rope_append(
         P=page_size,
         HEADS=per_program,
         num_warps=4,
+        **CHAINED,
     )
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, width, GATE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    after_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -183,5 +213,5 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, gate_block: int) -> None:
     """out[rows, W] = silu(gate) * up, where gate and up alternate in gate_up's columns in blocks of gate_block."""
     width = out.shape[1]
     _silu_mul_kernel[(out.shape[0], triton.cdiv(width, 1024))](
-        gate_up, out, width, GATE=gate_block, BLOCK=1024, num_warps=4
+        gate_up, out, width, GATE=gate_block, BLOCK=1024, num_warps=4, **CHAINED
     )

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from worker.kernels.chain import CHAINED, after_previous
+
 # Gate and up rows of a fused weight alternate in blocks of this many rows: half of a 256-wide tile is the gate.
 GATE_BLOCK = 128
 
@@ -63,7 +65,9 @@ def _gemm_kernel(
     GROUP: tl.constexpr,
     SILU_MUL: tl.constexpr,
     DTYPE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     if num_rows is not None:
         M = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
@@ -97,7 +101,9 @@ def _gemm_argmax_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     live = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(live, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
@@ -158,6 +164,7 @@ def linear(
         DTYPE=_DTYPES[out.dtype],
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **CHAINED,
     )
 
 
@@ -192,4 +199,5 @@ def linear_argmax(
         GROUP=16,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **CHAINED,
     )

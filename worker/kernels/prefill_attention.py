@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.chain import CHAINED, after_previous
+
 # int32 fields of a unit: first query row, query tokens, position of the first, page table row
 UNIT_FIELDS = 4
 _LOG2E = 1.4426950408889634
@@ -46,7 +48,9 @@ def _prefill_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    after_previous(PDL)
     om, od, on = tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
     token, g = om // GP, om % GP
     total = tl.load(num_units) * HK
@@ -135,4 +139,5 @@ def prefill_attention(
         BN=tokens_per_tile,
         STAGES=stages,
         num_warps=warps,
+        **CHAINED,
     )

@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernels.chain import CHAINED, after_previous, prefetch
+
 MAX_ROWS = 64
 
 
@@ -60,6 +62,7 @@ def _skinny_kernel(
     BK: tl.constexpr,
     SPLIT: tl.constexpr,
     GATED: tl.constexpr,  # 0, or how many gate rows come before as many up rows
+    PDL: tl.constexpr,
 ):
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     rows = tl.arange(0, BM)
@@ -70,6 +73,10 @@ def _skinny_kernel(
     columns = targets
     if GATED:
         columns = (targets // GATED) * 2 * GATED + targets % GATED
+    # Weights are nobody's output: their first cache lines come while the kernel before still runs.
+    lines = begin + tl.arange(0, 8) * (128 // w.dtype.element_ty.primitive_bitwidth * 8)
+    prefetch(w + columns.to(tl.int64)[:, None] % N * K + tl.minimum(lines, K - 1)[None, :], PDL)
+    after_previous(PDL)
     acc = _product(x, w, rows, columns, begin, end, x_stride, K, M, N, BM, BN, BK)
     up = acc
     if GATED:
@@ -154,4 +161,5 @@ def skinny_linear(
         GATED=gate_block,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **CHAINED,
     )
