@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -181,6 +182,8 @@ async def _load(workers: Sequence[Any], rendezvous: str, progress: Callable[[str
         capacities: list[EngineCapacity] = await loads
     finally:
         loads.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await loads  # or asyncio complains that nobody asked how it ended
     if any(capacity != capacities[0] for capacity in capacities):
         raise StartError(f"the ranks disagree about what fits: {capacities}; give --num-gpu-blocks-override")
     return capacities[0]

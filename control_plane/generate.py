@@ -5,7 +5,10 @@ Knows nothing of Ray or transport.
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -55,6 +58,7 @@ async def run(engine: EngineConfig, question: Question, as_json: bool) -> int:
     intake = Intake.from_folder(engine.model, model_info(engine), limits)
     began = time.perf_counter()
     show = ProgressLine()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _leave, show)
     try:
         instance = await start_local_instance(engine, show.share)
     finally:
@@ -72,6 +76,12 @@ async def run(engine: EngineConfig, question: Question, as_json: bool) -> int:
     if as_json:
         print(json.dumps(_summary(text, token_ids, final, load_s)))
     return 0 if final.error is None else 1
+
+
+def _leave(show: ProgressLine) -> None:
+    """On Ctrl-C: at once, for the thread that loads the model cannot be interrupted, and nothing is left behind."""
+    show.done()
+    os._exit(128 + signal.SIGINT)
 
 
 async def _read(frontend: Frontend, request: GenerationRequest, show: bool) -> tuple[str, list[int], Final]:

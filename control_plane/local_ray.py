@@ -11,6 +11,7 @@ import asyncio
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +26,13 @@ START_TIMEOUT_S = 60.0
 OBJECT_STORE_BYTES = 128 * 2**20  # plans and tokens only; KV and weights never pass through it
 _END_TIMEOUT_S = 5.0
 # Starts Ray ("$@"), says so, and stays until stdin ends: with us. Then it ends its whole process group.
-_GUARD = '"$@" >"$NANOFLOW_RAY_LOG" 2>&1 || exit 1; echo started; read -r _; kill -KILL 0'
+_GUARD = '"$@" >"$TMPDIR/start.log" 2>&1 || exit 1; echo started; read -r _; rm -rf "$TMPDIR"; kill -KILL 0'
 
 
 class LocalRay:
     """A running head node. Made by `start`."""
 
-    def __init__(self, guard: asyncio.subprocess.Process, folder: Path) -> None:
+    def __init__(self, guard: subprocess.Popen[bytes], folder: Path) -> None:
         self._guard = guard
         self.folder = folder  # Ray's sockets and logs; removed at the end
 
@@ -40,26 +41,15 @@ class LocalRay:
         """Start a head node without dashboard. Raises StartError; leaves nothing behind when cancelled."""
         # Paths of sockets in it may have no more than 107 characters.
         folder = Path(tempfile.mkdtemp(prefix="nanoflow-", dir=os.environ.get("RAY_TMPDIR")))
-        log = folder / "start.log"
-        guard = await asyncio.create_subprocess_exec(
-            *("/bin/sh", "-c", _GUARD, "nanoflow-ray", *_command(num_cpus, folder)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={
-                "RAY_START_HOOK": f"{__name__}.leave_out",
-                **os.environ,
-                "NANOFLOW_RAY_LOG": str(log),
-                "TMPDIR": str(folder),  # whatever its processes leave behind goes with it
-            },
-            start_new_session=True,
-        )
+        guard = _guard(num_cpus, folder)
         ray = cls(guard, folder)
         try:
             assert guard.stdout is not None
             async with asyncio.timeout(START_TIMEOUT_S):
-                started = await guard.stdout.readline()
+                started = await asyncio.to_thread(guard.stdout.readline)
             if not started:
-                raise StartError(f"Ray cannot be started here: {_last_line(log)}. `nanoflow doctor` checks the machine")
+                reason = _last_line(folder / "start.log")
+                raise StartError(f"Ray cannot be started here: {reason}. `nanoflow doctor` checks the machine")
         except TimeoutError:
             await ray.stop()
             raise StartError(
@@ -84,11 +74,11 @@ class LocalRay:
     async def stop(self) -> None:
         """End all its processes at once and remove its files. Idempotent."""
         await asyncio.to_thread(self._end)
-        await self._guard.wait()
 
     def _end(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._guard.pid, signal.SIGKILL)
+        self._guard.wait()
         deadline = time.monotonic() + _END_TIMEOUT_S
         while (left := self.processes) and time.monotonic() < deadline:
             for process in left:  # actors have groups of their own
@@ -101,6 +91,21 @@ class LocalRay:
 def leave_out(ray_params: object, head: bool) -> None:
     """Called by `ray start` (RAY_START_HOOK): no server for Ray's thin clients, since there are none."""
     ray_params.ray_client_server_port = None  # type: ignore[attr-defined]
+
+
+def _guard(num_cpus: int, folder: Path) -> subprocess.Popen[bytes]:
+    """Not by asyncio, which, cancelled in the middle, ends the shell but not what that has begun."""
+    return subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "nanoflow-ray", *_command(num_cpus, folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={
+            "RAY_START_HOOK": f"{__name__}.leave_out",
+            **os.environ,
+            "TMPDIR": str(folder),  # whatever its processes leave behind goes with it
+        },
+        start_new_session=True,
+    )
 
 
 def _command(num_cpus: int, folder: Path) -> list[str]:

@@ -22,6 +22,7 @@ from autosearch.specs import UnsupportedModelError
 from control_plane import ray_environment, search_commands
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
+from control_plane.interrupts import ends_at_once
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from control_plane.validation import Limits
@@ -46,7 +47,8 @@ errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogConfig) -> None:
     """Serve a model by gRPC, with metrics for Prometheus, until SIGTERM."""
     ray_environment.prepare(os.environ)
-    from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
+    with ends_at_once():
+        from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
 
     _set_up_logging(log)
     raise typer.Exit(asyncio.run(run(engine, server, limits)))
@@ -67,7 +69,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
 ) -> None:
     """Generate once in this process, without Ray, and print the answer as it comes."""
-    from control_plane.generate import Question, run
+    with ends_at_once():
+        from control_plane.generate import Question, run
 
     _set_up_logging(log)
     question = Question(prompt, token_ids, max_tokens, temperature, ignore_eos)
@@ -82,7 +85,8 @@ def convert_gguf(
     replace: Annotated[bool, typer.Option("--replace", help="Replace the folder if it exists.")] = False,
 ) -> None:
     """Convert a GGUF file once into a folder of safetensors, config and tokenizer."""
-    from worker.gguf_conversion import convert_gguf as convert
+    with ends_at_once():
+        from worker.gguf_conversion import convert_gguf as convert
 
     line = ProgressLine()
     try:

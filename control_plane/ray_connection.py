@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import ray
@@ -92,7 +92,7 @@ async def _join(address: str, what: str, **options: Any) -> None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
         except Exception as raised:
             error = raised
-        if not loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, error)
 
     threading.Thread(target=join, name="ray-init", daemon=True).start()

@@ -132,7 +132,7 @@ async def test_it_ends_when_its_owner_is_killed(local_ray: LocalRay) -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("after_s", [0.05, 1.2])
+@pytest.mark.parametrize("after_s", [0.0, 0.05, 1.2])
 async def test_a_cancelled_start_leaves_nothing(
     ray_environ: None, monkeypatch: pytest.MonkeyPatch, after_s: float
 ) -> None:

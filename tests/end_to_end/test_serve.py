@@ -19,7 +19,7 @@ import grpc
 import psutil
 import pytest
 
-from control_plane.demo import start_server
+from control_plane.demo import FLAGS, start_server
 from control_plane.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 pytestmark = pytest.mark.ray
@@ -68,7 +68,7 @@ class Server:
 
 
 def run_server(*flags: str) -> Iterator[Server]:
-    process, address, metrics_url = start_server(MODEL, *flags)
+    process, address, metrics_url = start_server(MODEL, *FLAGS, *flags)
     try:
         with grpc.insecure_channel(address) as channel:
             yield Server(process, address, metrics_url, channel)
