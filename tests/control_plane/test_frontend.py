@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import threading
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -479,6 +481,57 @@ async def test_a_reader_keeps_its_position_when_the_request_starts_again(resume_
         await replacement.close()
     assert token_ids == output_of(PROMPT, 8)[resume_from:]
     assert final.num_output_tokens == 8
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_whatever_is_lost_readers_get_every_token_once_or_an_error(seed):
+    rng = random.Random(seed)
+    config = FrontendConfig(max_attempts=100)
+
+    async def follow(number):
+        prompt = (20 + number, 21)
+        request = replace(GREEDY, prompt=TokenPrompt(prompt), max_tokens=20, request_id=f"r{number}")
+        while not frontend.health().ready:  # noqa: ASYNC110 - as clients do that are told to try again
+            await asyncio.sleep(0.001)
+        await frontend.submit(request)
+        await asyncio.sleep(rng.random() / 10)
+        token_ids, final = [], None
+        while final is None:
+            async with frontend.stream(f"r{number}", resume_from=len(token_ids)) as reader:
+                async for event in reader:
+                    if isinstance(event, Final):
+                        final = event
+                        break
+                    token_ids += event.token_ids
+                    assert event.num_output_tokens == len(token_ids)
+                    if rng.random() < 0.2:
+                        break
+        assert token_ids == output_of(prompt, 20)[: len(token_ids)]
+        assert final.num_output_tokens == len(token_ids)
+        assert final.error is None or final.error.kind is ErrorKind.UNAVAILABLE
+        return final.finish_reason
+
+    async with running_frontend(config=config, step_s=0.002) as (frontend, metrics, first):
+        instances = [first]
+        following = [asyncio.create_task(follow(number)) for number in range(60)]
+        while not all(task.done() for task in following):
+            await asyncio.sleep(rng.random() / 10)
+            instances[-1].lose()
+            await until(lambda: not list(frontend.instances))
+            instances.append(FakeInstance("fake-0", step_s=0.002))
+            frontend.attach(instances[-1])
+        reasons = Counter(await asyncio.gather(*following))
+        for instance in instances[1:]:
+            await instance.close()
+    assert set(reasons) == {FinishReason.LENGTH, FinishReason.FAILED}
+    assert metric_value(metrics, "nanoflow_request_retries_total") > 0
+    kept = metric_value(metrics, "nanoflow_generation_tokens_total") - metric_value(
+        metrics, "nanoflow_discarded_tokens_total"
+    )
+    assert kept == metric_value(metrics, "nanoflow_request_generation_tokens_sum")
+    assert metric_value(metrics, "nanoflow_prompt_tokens_total") == metric_value(
+        metrics, "nanoflow_request_prompt_tokens_sum"
+    )
 
 
 async def test_a_request_is_not_tried_for_ever():
