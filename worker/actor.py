@@ -13,7 +13,6 @@ import ray
 
 from scheduler.plan import EngineCapacity, IterationPlan, StepResult
 from scheduler.ports import Executor, ExecutorError, PendingStep
-from worker.backend import check, open_executor
 from worker.config import WorkerConfig
 
 log = logging.getLogger(__name__)
@@ -27,7 +26,10 @@ class WorkerService:
     """
 
     def __init__(self, config: WorkerConfig, rank: int) -> None:
-        check(config, rank)
+        # Whoever holds a handle of this actor, as the scheduler does, imports this module: without torch, please.
+        from worker import backend
+
+        backend.check(config, rank)
         self._config, self._rank = config, rank
         self._progress = "starting"
         self._executor: Executor | None = None
@@ -39,7 +41,9 @@ class WorkerService:
 
     def load(self, rendezvous: str) -> EngineCapacity:
         """Join the other ranks and load the weights; the fitted limits."""
-        self._executor = open_executor(self._config, self._rank, self._note_progress, rendezvous)
+        from worker import backend
+
+        self._executor = backend.open_executor(self._config, self._rank, self._note_progress, rendezvous)
         return self._executor.capacity
 
     def execute(self, plan: IterationPlan) -> None:

@@ -21,6 +21,7 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and the share of it that is done, in [0, 1]."""
 
 DUMMY_SCALE = 1e-3  # dummy weights are uniform in +-DUMMY_SCALE
+MOST_MAPPED_BYTES = 64 * 2**20  # or a model would be in memory twice while it loads
 # Buffers that old checkpoints carry and that are recomputed from config.json.
 _RECOMPUTED = ("rotary_emb.inv_freq", ".attention.bias", ".masked_bias")
 
@@ -85,6 +86,7 @@ class SafetensorsSource:
         self.folder = Path(folder)
         self._file_of = _tensor_files(self.folder)
         self._open: dict[Path, Any] = {}
+        self._mapped_bytes = 0  # read from the open files: the pages of them that count as our memory
 
     @property
     def names(self) -> frozenset[str]:
@@ -109,8 +111,12 @@ class SafetensorsSource:
         return tuple(sorted(name for name in names if not name.endswith(_RECOMPUTED)))
 
     def read(self, part: TensorPart, start: int, stop: int) -> torch.Tensor:
+        if self._mapped_bytes > MOST_MAPPED_BYTES:
+            self._open.clear()
+            self._mapped_bytes = 0
         index = (*[slice(None)] * part.dim, slice(start, stop))
         tensor: torch.Tensor = self._slice(part.name)[index]
+        self._mapped_bytes += tensor.nbytes
         return tensor
 
     def _slice(self, name: str) -> Any:

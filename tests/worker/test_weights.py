@@ -3,6 +3,7 @@
 import json
 import logging
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from worker.models.parameters import model_parameters
 from worker.sharding import shard
 from worker.weights import (
     DUMMY_SCALE,
+    MOST_MAPPED_BYTES,
     DummySource,
     MissingTensorsError,
     ModelLoadError,
@@ -285,3 +287,26 @@ def test_parts_are_cut_joined_and_padded():
         *torch.arange(12.0).view(3, 4).tolist(),
     ]
     assert loaded["columns"].tolist() == [[3, 0], [7, 0], [11, 0]]
+
+
+def file_pages_bytes():
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssFile:")[2].split()[0]) * 1024
+
+
+def test_a_checkpoint_is_not_in_memory_twice_while_it_loads(tmp_path):
+    size, number = 32 * 2**20, 8
+    names = [f"t{each}" for each in range(number)]
+    save_file(
+        {name: torch.full((size // 4,), float(each)) for each, name in enumerate(names)}, tmp_path / "model.safetensors"
+    )
+    before, most = file_pages_bytes(), 0
+
+    def watch(what, share):
+        nonlocal most
+        most = max(most, file_pages_bytes() - before)
+
+    parameters = {name: (TensorPart(name, (size // 4,)),) for name in names}
+    found = load_parameters(parameters, SafetensorsSource(tmp_path), torch.float32, CPU, watch)
+    assert [found[name][0].item() for name in names] == [float(each) for each in range(number)]
+    assert most < MOST_MAPPED_BYTES + 2 * size
