@@ -79,7 +79,7 @@ class EngineConfig:
     max_model_len: int | None = option(
         "Prompt and output tokens of one request at most.",
         default=default_of(WorkerConfig, "max_model_len"),
-        low=1,
+        low=2,
         unset="what the model and its pages hold",
     )
     block_size: int | None = option("Tokens of one KV page.", default=None, low=1, unset=_by_device("page_size"))
@@ -109,11 +109,13 @@ class EngineConfig:
         "Nano-batches that each iteration is split into; 1 is sequential.",
         default=default_of(WorkerConfig, "nano_batches"),
         low=1,
+        high=64,
     )
     num_threads: int | None = option(
         "CPU threads of each rank.",
         default=default_of(WorkerConfig, "num_threads"),
         low=1,
+        high=1024,
         unset="its share of all cores",
     )
     seed: int = option("Seed of dummy weights.", default=default_of(WorkerConfig, "seed"), low=0, high=2**63 - 1)

@@ -16,12 +16,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-import psutil
-
 from autosearch.specs import ModelSpec, UnsupportedModelError
+from worker.host_memory import available_memory_bytes
 
 _OPTIONAL = ("triton", "flashinfer-python", "cuda-bindings")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,17 +124,6 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return ""
-
-
-def available_memory_bytes(cgroup: Path = _CGROUP) -> int:
-    """What the kernel has, or what the control group (a container's limit) leaves, whichever is less."""
-    available = psutil.virtual_memory().available
-    try:
-        limit = int((cgroup / "memory.max").read_text())
-        used = int((cgroup / "memory.current").read_text())
-    except (OSError, ValueError):  # no control groups of version 2, or no limit ("max")
-        return available
-    return min(available, max(0, limit - used))
 
 
 def gpu_facts() -> GpuFacts:

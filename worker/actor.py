@@ -36,7 +36,13 @@ class WorkerService:
         self._pending: SimpleQueue[PendingStep | ExecutorError] = SimpleQueue()
 
     def rendezvous(self) -> str:
-        """Where all ranks of this node may meet, as a torch.distributed init method: a file, no open port."""
+        """Where all ranks of this node may meet, as a torch.distributed init method: a file, no open port.
+
+        To be called on one rank, before any is loaded. Raises CapacityError where not all of them would fit.
+        """
+        from worker import backend
+
+        backend.check_memory_here(self._config)
         return (Path(tempfile.gettempdir()) / f"nanoflow-{uuid.uuid4().hex}").as_uri()
 
     def load(self, rendezvous: str) -> EngineCapacity:

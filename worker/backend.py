@@ -13,6 +13,7 @@ from worker import cuda_executor
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.executor import LocalExecutor, Worker
+from worker.memory_need import check_memory
 from worker.weights import Progress
 
 
@@ -37,6 +38,13 @@ def check(config: WorkerConfig, rank: int = 0) -> Bounds:
     return Bounds(capacity.max_model_len, capacity.max_batch_tokens)
 
 
+def check_memory_here(config: WorkerConfig) -> None:
+    """Raises CapacityError where all ranks together would take more memory than this machine has left."""
+    if config.device != "cuda":
+        worker = Worker(config)
+        check_memory(config, worker.spec, worker.capacity)
+
+
 def open_executor(
     config: WorkerConfig, rank: int = 0, progress: Progress = lambda what, share: None, rendezvous: str = ""
 ) -> Executor:
@@ -46,6 +54,8 @@ def open_executor(
     """
     if config.device == "cuda":
         return CudaExecutor(config, progress)
+    if config.tensor_parallel_size == 1:  # other ranks may be filling the memory already
+        check_memory_here(config)
     worker = Worker(config, rank)
     worker.load(progress, rendezvous)
     return LocalExecutor(worker)

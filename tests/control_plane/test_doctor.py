@@ -124,14 +124,6 @@ def test_an_address_of_another_machine_cannot_be_bound():
     assert not facts.in_use
 
 
-def test_memory_heeds_the_containers_limit(tmp_path):
-    (tmp_path / "memory.max").write_text("1000\n")
-    (tmp_path / "memory.current").write_text("400\n")
-    assert host_facts.available_memory_bytes(tmp_path) == 600
-    (tmp_path / "memory.max").write_text("max\n")
-    assert host_facts.available_memory_bytes(tmp_path) > 1000
-
-
 def test_the_facts_of_this_machine(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     facts = host_facts.gather(
