@@ -7,6 +7,7 @@ so that nothing later can run a model it does not understand.
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,22 +134,25 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def _architecture(config: dict[str, Any]) -> str:
-    for name in config.get("architectures") or ():
+    names = config.get("architectures") or []
+    found = names or config.get("model_type")
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in [*names, config.get("model_type", "")]):
+        raise UnsupportedModelError(f"config.json: architectures and model_type must be names, not {found!r}")
+    for name in names:
         if name in _ARCHITECTURES:
             return _ARCHITECTURES[name]
-    if not config.get("architectures") and config.get("model_type") in _MODEL_TYPES:
+    if not names and config.get("model_type") in _MODEL_TYPES:
         return _MODEL_TYPES[config["model_type"]]
-    found = config.get("architectures") or config.get("model_type")
     raise UnsupportedModelError(f"architecture {found!r} is not supported: {', '.join(sorted(_ARCHITECTURES))} are")
 
 
-def _int(config: dict[str, Any], *names: str) -> int:
-    """The first of the given spellings of a key, as a positive whole number."""
+def _int(config: dict[str, Any], *names: str, low: int = 1) -> int:
+    """The first of the given spellings of a key, as a whole number, a positive one unless `low` is 0."""
     for name in names:
         value = config.get(name)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise UnsupportedModelError(f"config.json: {name} must be a positive whole number, not {value!r}")
         return value
     raise UnsupportedModelError(f"config.json lacks {' / '.join(names)}")
@@ -160,6 +164,8 @@ def _token_ids(config: dict[str, Any], name: str) -> tuple[int, ...]:
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
         raise UnsupportedModelError(f"config.json: {name} must be a token id or a list of them, not {value!r}")
+    if any(token < 0 for token in ids):
+        raise UnsupportedModelError(f"config.json: {name} {value!r} is below zero: give null where there is none")
     return tuple(ids)
 
 
@@ -195,14 +201,15 @@ def _refuse_unknown_features(config: dict[str, Any], architecture: str) -> None:
         raise UnsupportedModelError("quantised weights (quantization_config) are not supported: use the plain model")
     if config.get("partial_rotary_factor") not in (None, 1.0):
         raise UnsupportedModelError("partial_rotary_factor is not supported: the whole head must be rotated")
-    window = config.get("sliding_window")
+    window = None if not config.get("sliding_window") else _int(config, "sliding_window")
     if architecture == "llama" or not window or window >= _int(config, "max_position_embeddings"):
         return
     if architecture == "qwen2":
         if not config.get("use_sliding_window", False):
             return
         layers = _int(config, "num_hidden_layers")
-        kinds = config.get("layer_types") or ["full_attention"] * min(config.get("max_window_layers", 28), layers)
+        full = _int({"max_window_layers": 28, **_given(config)}, "max_window_layers", low=0)
+        kinds = config.get("layer_types") or ["full_attention"] * min(full, layers)
         if kinds == ["full_attention"] * layers:
             return
     raise UnsupportedModelError(f"sliding_window {window} is not supported: only full attention is")
@@ -231,13 +238,18 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
         "original_max_position_embeddings",
     )
     if kind == "llama3":
+        low, high = _number(params, "low_freq_factor"), _number(params, "high_freq_factor")
+        if low >= high:
+            raise UnsupportedModelError(
+                f"config.json: high_freq_factor {high:g} must be more than low_freq_factor {low:g}"
+            )
         return RopeSpec(
             theta=theta,
             kind=kind,
             factor=_number(params, "factor"),
             original_max_position=original,
-            low_freq_factor=_number(params, "low_freq_factor"),
-            high_freq_factor=_number(params, "high_freq_factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
         )
     if kind == "yarn":
         return _yarn(params, theta, original, max_position)
@@ -271,6 +283,6 @@ def _number(params: dict[str, Any], name: str, default: float | None = None) -> 
     value = params.get(name)
     if default is not None and not value:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise UnsupportedModelError(f"config.json: {name} must be a positive number, not {value!r}")
     return float(value)

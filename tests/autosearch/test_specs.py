@@ -66,6 +66,12 @@ def test_biases_are_where_each_family_has_them():
     assert (mixtral.qkv_bias, mixtral.o_bias, mixtral.mlp_bias) == (False, False, False)
 
 
+def test_a_qwens_window_layers_that_are_no_number_are_refused():
+    config = minimal("qwen2", use_sliding_window=True, sliding_window=64, max_window_layers="all")
+    with pytest.raises(UnsupportedModelError, match="max_window_layers must be a positive whole number"):
+        ModelSpec.from_config(config)
+
+
 def test_null_and_both_spellings():
     spec = ModelSpec.from_config(minimal(head_dim=None, eos_token_id=None, bos_token_id=None, num_key_value_heads=None))
     assert (spec.head_dim, spec.eos_token_ids, spec.bos_token_id, spec.num_kv_heads) == (8, (), None, 8)
@@ -119,6 +125,19 @@ def test_the_original_context_defaults_to_the_context():
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": "yarn"}, "JSON object"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
+        ({"architectures": {"LlamaForCausalLM": 1}}, "architectures"),
+        ({"architectures": None, "model_type": ["llama"]}, "model_type"),
+        ({"sliding_window": "wide"}, "sliding_window must be"),
+        ({"rope_theta": float("inf")}, "rope_theta"),
+        ({"rope_theta": float("nan")}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"eos_token_id": -1}, "eos_token_id -1 is below zero"),
+        ({"eos_token_id": [5, -2]}, "eos_token_id"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2.0}},
+            "high_freq_factor 2 must be more than low_freq_factor 2",
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(changes, named):
