@@ -20,6 +20,7 @@ import gguf
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -88,16 +89,35 @@ def convert_gguf(
     metadata = _Metadata(reader.fields)
     config = _config(metadata, reader.tensors, dtype)
     tokenizer = _tokenizer(metadata)
+    try:
+        _write_folder(target, _Content(config, tokenizer, metadata, reader.tensors), DTYPES[dtype], progress)
+    except (OSError, SafetensorError) as error:  # the latter is what a full disk is to safetensors
+        reason = getattr(error, "strerror", None) or error
+        raise ConversionError(f"{target} cannot be written: {reason}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """All that goes into the folder."""
+
+    config: Mapping[str, Any]
+    tokenizer: Tokenizer
+    metadata: _Metadata
+    tensors: list[Any]
+
+
+def _write_folder(target: Path, content: _Content, dtype: torch.dtype, progress: Progress) -> None:
+    """Write the folder beside its place, then move it there whole. Raises OSError or SafetensorError."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        tensors = _read_tensors(reader.tensors, config, DTYPES[dtype], progress)
+        tensors = _read_tensors(content.tensors, content.config, dtype, progress)
         progress("writing safetensors", 1.0)
         save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        tokenizer.save(str(partial / "tokenizer.json"))
-        _write_json(partial / "tokenizer_config.json", _tokenizer_config(metadata))
-        _write_json(partial / "generation_config.json", _token_ids(metadata))
-        _write_json(partial / "config.json", config)
+        _write_text(partial / "tokenizer.json", content.tokenizer.to_str(pretty=True))
+        _write_json(partial / "tokenizer_config.json", _tokenizer_config(content.metadata))
+        _write_json(partial / "generation_config.json", _token_ids(content.metadata))
+        _write_json(partial / "config.json", content.config)
         (partial / "model.safetensors").chmod(0o644)
         partial.chmod(0o755)
         if target.exists():
@@ -108,7 +128,11 @@ def convert_gguf(
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
 
 
 def _config(metadata: _Metadata, tensors: list[Any], dtype: str) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import signal
 from pathlib import Path
 
 import gguf
@@ -224,3 +226,25 @@ def test_the_default_model_s_tokenizer_is_that_of_transformers(smollm2_model):
         ids = ours.encode(text).ids
         assert ids == theirs(text)["input_ids"]
         assert ours.decode(ids, skip_special_tokens=False) == text
+
+
+def test_a_place_that_cannot_be_written_is_one_line(source, tmp_path):
+    write_gguf(tmp_path / "m.gguf", source)
+    (tmp_path / "file").write_text("in the way")
+    for target, reason in (("/proc/none", "No such file"), (tmp_path / "file" / "below", "File exists")):
+        with pytest.raises(ConversionError, match=f"{target} cannot be written: {reason}"):
+            convert_gguf(tmp_path / "m.gguf", target)
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(source, tmp_path):
+    write_gguf(tmp_path / "m.gguf", source)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+        with pytest.raises(ConversionError, match="out cannot be written: "):
+            convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [each.name for each in tmp_path.iterdir()] == ["m.gguf"]
