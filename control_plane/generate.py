@@ -51,11 +51,13 @@ class Question:
 async def run(engine: EngineConfig, question: Question, as_json: bool) -> int:
     """Print the answer as it comes, with as_json one JSON object instead; the exit code.
 
-    Raises ApiError where the request cannot be run.
+    Raises ApiError or ConfigError where the request cannot be run.
     """
     request = question.request()
     limits = Limits()
     intake = Intake.from_folder(engine.model, model_info(engine), limits)
+    if isinstance(request.prompt, TextPrompt) and intake.tokenizer is None:
+        raise ConfigError(f"{engine.model} has no tokenizer.json: give --token-ids instead of --prompt")
     began = time.perf_counter()
     show = ProgressLine()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, _leave, show)

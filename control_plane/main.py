@@ -59,12 +59,14 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogCo
 def generate(
     engine: EngineConfig,
     log: LogConfig,
-    prompt: Annotated[str | None, typer.Option(help="Text to go on from.")] = None,
-    token_ids: Annotated[str | None, typer.Option(help="Token ids to go on from, as 1,2,3.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="Text to go on from.")] = None,
+    token_ids: Annotated[str | None, typer.Option(metavar="IDS", help="Token ids to go on from, as 1,2,3.")] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Output tokens at most. Default: what the context holds.")
+        int | None, typer.Option(metavar="N", help="Output tokens at most. Default: what the context holds.")
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the model's own.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="X", help="0 is greedy. Default: the model's own.")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence tokens.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="End with one JSON object on the last line.")] = False,
 ) -> None:
@@ -72,16 +74,16 @@ def generate(
     with ends_at_once():
         from control_plane.generate import Question, run
 
-    _set_up_logging(log)
+    _set_up_logging(log, of_interest=logging.WARNING)
     question = Question(prompt, token_ids, max_tokens, temperature, ignore_eos)
     raise typer.Exit(asyncio.run(run(engine, question, as_json)))
 
 
 @app.command("convert-gguf")
 def convert_gguf(
-    gguf_file: Annotated[Path, typer.Argument(help="A GGUF file of a LLaMA model.")],
-    folder: Annotated[Path, typer.Argument(help="The folder to write, in Hugging Face's layout.")],
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    gguf_file: Annotated[Path, typer.Argument(metavar="FILE", help="A GGUF file of a LLaMA model.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write, in Hugging Face's layout.")],
+    dtype: Annotated[str, typer.Option(metavar="TEXT", help="float32 or bfloat16.")] = "float32",
     replace: Annotated[bool, typer.Option("--replace", help="Replace the folder if it exists.")] = False,
 ) -> None:
     """Convert a GGUF file once into a folder of safetensors, config and tokenizer."""
@@ -100,7 +102,7 @@ def convert_gguf(
 @configured(ALL_GROUPS)
 def doctor(
     server: ServerConfig,
-    model: Annotated[Path | None, typer.Argument(help="A model folder to check as well.")] = None,
+    model: Annotated[Path | None, typer.Argument(metavar="MODEL", help="A model folder to check as well.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead.")] = False,
 ) -> None:
     """Check Ray, GPUs, ports, disk and memory: what is wrong, and how to mend it."""
@@ -127,11 +129,14 @@ def doctor(
 def throughput(
     engine: EngineConfig,
     log: LogConfig,
-    input_len: Annotated[int, typer.Option(help="Prompt tokens of each request.")] = 512,
-    output_len: Annotated[int, typer.Option(help="Output tokens of each request.")] = 512,
-    num_prompts: Annotated[int, typer.Option(help="Requests, all submitted at once.")] = 64,
+    input_len: Annotated[int, typer.Option(metavar="N", help="Prompt tokens of each request.")] = 512,
+    output_len: Annotated[int, typer.Option(metavar="N", help="Output tokens of each request.")] = 512,
+    num_prompts: Annotated[int, typer.Option(metavar="N", help="Requests, all submitted at once.")] = 64,
     lengths_file: Annotated[
-        Path | None, typer.Option(help="CSV whose last two columns are prompt and output tokens, to draw lengths from.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="CSV whose last two columns are prompt and output tokens, to draw lengths from."
+        ),
     ] = None,
     synchronous: Annotated[
         bool, typer.Option("--synchronous", help="Plan an iteration only after the one before has ended.")
@@ -150,9 +155,9 @@ def throughput(
 
 @bench_app.command()
 def planning(
-    num_live: Annotated[int, typer.Option(min=1, help="Live decodes.")] = 1024,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="B_dense.")] = 2048,
-    num_steps: Annotated[int, typer.Option(min=1, help="Measured iterations.")] = 1000,
+    num_live: Annotated[int, typer.Option(min=1, metavar="N", help="Live decodes.")] = 1024,
+    batch_tokens: Annotated[int, typer.Option(min=1, metavar="N", help="B_dense.")] = 2048,
+    num_steps: Annotated[int, typer.Option(min=1, metavar="N", help="Measured iterations.")] = 1000,
 ) -> None:
     """What the scheduler costs per iteration, without a model."""
     from control_plane.bench.planning import run
@@ -162,9 +167,9 @@ def planning(
 
 @bench_app.command("cpu-reference")
 def cpu_reference(
-    model: Annotated[Path, typer.Argument(help="Model folder.")],
-    output_len: Annotated[int, typer.Option(min=1, help="Output tokens of each request.")] = 64,
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each side.")] = 3,
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="Model folder.")],
+    output_len: Annotated[int, typer.Option(min=1, metavar="N", help="Output tokens of each request.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each side.")] = 3,
 ) -> None:
     """The engine beside transformers' generate on the CPU, at 1 and 16 requests."""
     from control_plane.bench.cpu_reference import Setting, run
@@ -210,9 +215,13 @@ def user_errors() -> tuple[type[Exception], ...]:
     return tuple(found)
 
 
-def _set_up_logging(config: LogConfig) -> None:
+def _set_up_logging(config: LogConfig, of_interest: int = logging.INFO) -> None:
+    """For a command whose user wants to hear of `of_interest` and worse unless --log-level asks for debug."""
+    level = getattr(logging, config.log_level.upper())
     logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+        level=level if level < logging.INFO else max(level, of_interest),
+        format="%(asctime)s %(levelname).1s %(name)s: %(message)s",
+        force=True,
     )
 
 
