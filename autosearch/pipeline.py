@@ -75,7 +75,10 @@ class PipelineSchedule:
         known = {operator.name: operator for operator in operators}
         for op in self.operations:
             if op.operator not in known:
-                raise InvalidScheduleError(f"{self.name}: unknown operator {op.operator!r}")
+                raise InvalidScheduleError(
+                    f"{self.name}: operator {op.operator!r} is not run here; the schedule was planned for "
+                    f"{self.model or 'any model'} on {self.num_gpus} GPU(s) with --collectives {self.collectives}"
+                )
             if not 0 < op.sm_share <= 1:
                 raise InvalidScheduleError(f"{self.name}: {op.label} has sm_share {op.sm_share}, not in (0, 1]")
         for name in known:

@@ -156,31 +156,49 @@ def _alternatives(times: OperatorTimes, options: SearchOptions) -> tuple[Collect
 
 
 def best_of_each_kind(plans: list[PipelineSchedule]) -> list[PipelineSchedule]:
-    """Fastest first, but every number of ranges and collective once before any of them again: variety to measure."""
-    ranked = sorted(plans, key=lambda plan: _figures(plan).layer_us)
-    leaders: dict[tuple[str, str], PipelineSchedule] = {}
-    for plan in ranked:
-        leaders.setdefault((plan.name, plan.collectives), plan)
-    chosen = list(leaders.values())
-    seen = {(plan.operations, plan.collectives) for plan in chosen}
-    return chosen + [plan for plan in ranked if (plan.operations, plan.collectives) not in seen]
+    """Fastest first, but the fastest of each collective, then of each number of ranges before all others.
+
+    Variety to measure, and something for a worker that runs one of the collectives only. The same plan comes once.
+    """
+    ranked = sorted(plans, key=throughput, reverse=True)
+    chosen: dict[tuple[object, ...], PipelineSchedule] = {}
+    for kind in (_collectives_of, _ranges_of, _all_of):
+        leaders: dict[tuple[object, ...], PipelineSchedule] = {}
+        for plan in ranked:
+            leaders.setdefault(kind(plan), plan)
+        for plan in leaders.values():
+            chosen.setdefault(_all_of(plan), plan)
+    return list(chosen.values())
+
+
+def _collectives_of(plan: PipelineSchedule) -> tuple[object, ...]:
+    return (plan.collectives,)
+
+
+def _ranges_of(plan: PipelineSchedule) -> tuple[object, ...]:
+    return (plan.name, plan.collectives)
+
+
+def _all_of(plan: PipelineSchedule) -> tuple[object, ...]:
+    return (plan.operations, plan.collectives)
 
 
 def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[StageReport]) -> Iterator[PipelineSchedule]:
     """Stage I at more and more ranges, Stage II for each, then both again with the slowdowns found."""
     results: list[tuple[Stage2Result, Mapping[str, int]]] = []
     best = float("inf")
-    proposals = [first_slots(layer, batch)]
+    proposals = [(first_slots(layer, batch), COARSE_STEPS)]
     deadline = time.monotonic() + options.growth_budget_s / len(_alternatives(layer.times, options))
     while proposals and (not results or time.monotonic() < deadline):
-        slots = proposals.pop(0)
-        # Ranges on a coarse grid: with more of them the fine one takes many times as long and seldom gains.
-        steps = COARSE_STEPS if results else FINE_STEPS
+        slots, steps = proposals.pop(0)
         placement = _stage1(layer, batch, slots, {}, best, steps, options, reports)
         if placement is not None and improves(placement.period_us, best):
+            # Two ranges on both grids: the coarse one is often the better start for Stage II. More on the coarse
+            # one alone: the fine one takes many times as long and seldom gains.
+            finer = [(slots, FINE_STEPS)] if not results and batch > COARSE_STEPS * RANGE_STEP else []
             best = placement.period_us
             results += [(result, slots) for result in _stage2(placement, options, reports)]
-            proposals = add_near_bubble(placement, slots)
+            proposals = [*finer, *((grown, COARSE_STEPS) for grown in add_near_bubble(placement, slots))]
     for _ in range(_ROUNDS):
         if not results:
             return

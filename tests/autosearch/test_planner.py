@@ -80,6 +80,13 @@ def test_an_unlike_models_plan_is_not_reused(store):
     assert "reused_from" not in other.report
 
 
+def test_the_same_blocks_in_other_proportions_are_unlike(store):
+    """Deepseek has Llama's operators, but a smaller FFN."""
+    planner.plan(target("llama-2-70b", 8), TABLE, QUICK, store)
+    other = planner.plan(target("deepseek-67b", 8), TABLE, QUICK, store, reuse_similar=True)
+    assert "reused_from" not in other.report
+
+
 def test_a_broken_index_is_refused_with_a_remedy(store):
     store.folder.mkdir()
     (store.folder / INDEX).write_text("[", encoding="utf-8")

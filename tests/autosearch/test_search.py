@@ -1,13 +1,14 @@
 """The whole search: what the paper's numbers give, and which schedule is kept."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from planning import A100_PROFILE, a100_times, made_up_profile, made_up_times
 
 from autosearch.operator_times import OperatorTimes
 from autosearch.operators import Collectives
-from autosearch.pipeline import PipelineSchedule
+from autosearch.pipeline import Figures, NanoOperation, PipelineSchedule
 from autosearch.placement import Overlap
 from autosearch.profile_table import ProfileTable
 from autosearch.search import SearchError, SearchOptions, best_of_each_kind, gain, nano_batches_only, search, throughput
@@ -24,7 +25,7 @@ def llama_2_70b():
 
 
 def test_the_papers_case_is_planned_near_what_the_paper_measured(llama_2_70b):
-    """Figure 7: 1,286 tokens/s/GPU at 512 in, 512 out, 68.5 % of the optimum; sequential by Table 2 is 1,137."""
+    """Figure 7: between 1,212 and 1,286 tokens/s/GPU, by workload; one after the other by Table 2 is 1,137."""
     assert throughput(llama_2_70b.sequential) == pytest.approx(1137.5, abs=0.5)
     assert 1250 <= throughput(llama_2_70b.kept) <= 1700
     assert throughput(llama_2_70b.kept) >= 1.08 * throughput(llama_2_70b.sequential)
@@ -67,7 +68,7 @@ def test_the_ablations_order(llama_2_70b):
         throughput(network.kept),
         throughput(llama_2_70b.kept),
     ]
-    assert figures == sorted(figures)
+    assert all(slower < faster for slower, faster in pairwise(figures))
     assert figures[1] / figures[0] == pytest.approx(1.07, abs=0.03)
 
 
@@ -114,10 +115,21 @@ def test_batches_that_are_no_multiple_of_128_are_refused():
         search(a100_times(batch_tokens=2000), QUICK)
 
 
-def test_variety_comes_before_rank(llama_2_70b):
-    plans = [plan for plan in llama_2_70b.candidates if plan is not llama_2_70b.sequential]
-    ranked = best_of_each_kind([*plans, *plans])
-    assert len({(plan.name, plan.collectives) for plan in ranked[:2]}) == min(
-        2, len({(plan.name, plan.collectives) for plan in plans})
-    )
-    assert len(ranked) == len(plans)
+def test_variety_comes_before_rank():
+    """The fastest of each collective, then of each number of ranges, then the rest; the same plan once."""
+    kinds = [("a", "all_gather", 9.0), ("a", "all_gather", 8.0), ("b", "all_gather", 7.0), ("a", "all_reduce", 6.0)]
+    plans = [
+        PipelineSchedule(name, 128, (NanoOperation("qkv", number, 128),), graph, predicted=Figures(1, rate, 1))
+        for number, (name, graph, rate) in enumerate(kinds)
+    ]
+    ranked = best_of_each_kind([*reversed(plans), *plans])
+    assert [throughput(plan) for plan in ranked] == [9.0, 6.0, 7.0, 8.0]
+
+
+def test_the_best_of_both_collectives_are_candidates(llama_2_70b):
+    assert {plan.collectives for plan in llama_2_70b.candidates if plan is not llama_2_70b.sequential} == {
+        "all_reduce",
+        "all_gather",
+    }
+    reduce = [gain(plan) for plan in llama_2_70b.candidates if plan.collectives == "all_reduce"]
+    assert max(reduce) > 0.08  # what today's worker can run

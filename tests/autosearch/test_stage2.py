@@ -67,6 +67,28 @@ def order(placement, lane):
     return [(item.block.name, item.start, item.end) for item in items]
 
 
+def test_later_prefill_waits_for_earlier_keys_in_both_readings(result):
+    """The program's waits by rows are the schedule's, the edge from earlier rows' keys among them."""
+    problem = Stage2Problem(result.placement)
+    placed = result.placement.placed
+    names = [(item.block.name, item.start, item.end) for item in placed]
+    waits = {(names[i], names[j]) for i, j, back in problem.data_waits if not back}
+    first, second = sorted(item[1:] for item in names if item[0] == "qkv")[:2]
+    assert (("qkv", *first), ("prefill_attention", *second)) in waits
+    assert (("qkv", *first), ("decode_attention", *second)) not in waits
+    operators = result.placement.layer.times.operators(result.placement.layer.collectives)
+    chained = ChainedLayers(result.schedule.operations, operators)
+    reader = next(
+        index
+        for index, op in enumerate(chained.operations)
+        if op.operator == "prefill_attention" and (op.start, op.end) == second
+    )
+    sources = {
+        (chained.operations[other].operator, chained.operations[other].start) for other, _ in chained.data_waits[reader]
+    }
+    assert sources == {("rope_append", first[0]), ("rope_append", second[0])}
+
+
 def test_overlap_pays_although_it_disturbs(result):
     assert result.period_us < result.placement.layer.sequential_us(2048)
     assert result.period_us > result.placement.layer.lower_bound_us(2048)

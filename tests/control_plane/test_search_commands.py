@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import pytest
 import typer
@@ -102,6 +103,17 @@ def test_search_plans_a_grid(tmp_path):
     assert [bucket["batch_tokens"] for bucket in report["buckets"]] == [128, 256]
 
 
+def test_search_plans_twelve_buckets_in_two_minutes(tmp_path):
+    words = ["search", "--model", "llama-3-8b", "--gpu", "h200", "--profile", "h200-llama-3-8b"]
+    begin = time.monotonic()
+    report = as_json(*words, "--out", tmp_path)
+    assert time.monotonic() - begin < 120
+    assert len({(each["batch_tokens"], each["decode_share"], each["mean_context"]) for each in report["buckets"]}) == 12
+    for bucket in report["buckets"]:
+        assert bucket["plan"].startswith("sequential") or bucket["gain"] > bucket["spread"]
+        assert any("sequential" in name for name in bucket["files"])
+
+
 def test_simulate_plays_and_draws(searched, tmp_path):
     out, _, report = searched
     schedule, png = out / report["files"][0], tmp_path / "gantt.png"
@@ -114,10 +126,11 @@ def test_simulate_plays_and_draws(searched, tmp_path):
 
 
 def test_sweep_marks_the_crossover(tmp_path):
-    words = ["--batch-sizes", "128,256", "--png", tmp_path / "sweep.png"]
+    words = ["--batch-sizes", "128,512,2048", "--time-limit", 1, "--png", tmp_path / "sweep.png"]
     fields = as_json("sweep", "--model", "llama-2-70b", *ON_EIGHT, "--profile", PROFILE, *words)
-    assert fields["crossover"] is None  # both are sequential
-    assert (tmp_path / "sweep.png").is_file()
+    assert fields["crossover"] == 2048  # the gain at 512 is below the profile's spread
+    assert [point["kept_pipeline"] for point in fields["points"]] == [False, False, True]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
 WRONG = {
