@@ -1,5 +1,7 @@
 """Pictures: that they show what the timeline holds."""
 
+from dataclasses import replace
+
 import pytest
 from planning import a100_times
 
@@ -36,6 +38,19 @@ def test_utilisation_is_each_resources_part_of_the_time(played):
     assert sum(means.values()) == pytest.approx(1.0)  # one after the other, each at full rate
     network = sum(a.time_us for a in work if a.resource is Resource.NETWORK) / sum(a.time_us for a in work)
     assert means[Resource.NETWORK] == pytest.approx(network, abs=0.02)
+
+
+def test_utilisation_counts_slowed_operations_by_their_rate():
+    times = a100_times(batch_tokens=512)
+    plan = sequential(times.operators(Collectives.ALL_REDUCE), 512)
+    half = replace(plan, operations=tuple(replace(operation, sm_share=0.5) for operation in plan.operations))
+    timeline, work = simulate(half, times, Pairwise(times.table), 8), activities(half, times)
+    use = utilisation(timeline, work, steady_window(timeline), 50)
+    rates = {Resource.COMPUTE: 0.5, Resource.MEMORY: 0.7, Resource.NETWORK: 0.9}  # by the authors' table
+    for resource, values in use.items():
+        alone = sum(each.time_us for each in work if each.resource is resource)
+        assert sum(values) / 50 == pytest.approx(alone / timeline.layer_us, abs=0.01)
+        assert max(values) == pytest.approx(rates[resource])
 
 
 def test_text_has_a_row_per_lane_and_resource_and_a_legend(played):

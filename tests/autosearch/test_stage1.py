@@ -196,6 +196,15 @@ def test_gap_and_time_are_reported(options):
     assert 0 < report.seconds < 30
 
 
+def test_a_solve_that_was_cut_short_says_how_far_from_the_bound_it_is():
+    loose = SolverOptions("glpk", gap=0.2)
+    report = solve(build_model(Stage1Problem(a100_layer(), 2048, TWO)), loose)
+    assert report.bound < report.objective
+    assert 0 < report.gap <= loose.gap + 1e-6
+    exact = solve(build_model(Stage1Problem(a100_layer(), 2048, TWO)), SolverOptions("highs", gap=0.005))
+    assert report.bound <= exact.objective * 1.001
+
+
 @pytest.mark.parametrize("options", [GLPK, HIGHS], ids=["glpk", "highs"])
 def test_an_impossible_program_is_reported_not_raised(options):
     problem = Stage1Problem(a100_layer(batch_tokens=512), 512, TWO)
