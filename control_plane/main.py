@@ -25,6 +25,7 @@ from control_plane.flags import configured
 from control_plane.interrupts import ends_at_once
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
+from control_plane.release import release
 from control_plane.validation import Limits
 
 app = typer.Typer(
@@ -183,9 +184,7 @@ def version(
 ) -> None:
     """Options of the command itself."""
     if show:
-        from importlib.metadata import version as installed
-
-        typer.echo(installed("nanoflow-runtime"))
+        typer.echo(release())
         raise typer.Exit
 
 

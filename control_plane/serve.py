@@ -11,7 +11,6 @@ import os
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
-from importlib.metadata import version
 from typing import Any
 
 from control_plane.cluster import InstanceConfig, RayInstance, start_instance
@@ -25,6 +24,7 @@ from control_plane.intake import Intake
 from control_plane.metrics import Metrics
 from control_plane.progress import ProgressLine
 from control_plane.ray_connection import connected
+from control_plane.release import release
 from control_plane.supervisor import Supervisor
 from control_plane.validation import Limits
 from worker.backend import check
@@ -59,9 +59,7 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
             show.done()
             return 0
         _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
-        grpc_server = GrpcServer(
-            frontend, ServerInfo(version("nanoflow-runtime"), engine.tensor_parallel_size), grpc_config(server)
-        )
+        grpc_server = GrpcServer(frontend, ServerInfo(release(), engine.tensor_parallel_size), grpc_config(server))
         port = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
 
