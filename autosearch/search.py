@@ -186,25 +186,29 @@ def _all_of(plan: PipelineSchedule) -> tuple[object, ...]:
 def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[StageReport]) -> Iterator[PipelineSchedule]:
     """Stage I at more and more ranges, Stage II for each, then both again with the slowdowns found."""
     results: list[tuple[Stage2Result, Mapping[str, int]]] = []
-    best = float("inf")
-    proposals = [(first_slots(layer, batch), COARSE_STEPS)]
     deadline = time.monotonic() + options.growth_budget_s / len(_alternatives(layer.times, options))
-    while proposals and (not results or time.monotonic() < deadline):
-        slots, steps = proposals.pop(0)
-        placement = _stage1(layer, batch, slots, {}, best, steps, options, reports)
-        if placement is not None and improves(placement.period_us, best):
-            # Two ranges on both grids: the coarse one is often the better start for Stage II. More on the coarse
-            # one alone: the fine one takes many times as long and seldom gains.
-            finer = [(slots, FINE_STEPS)] if not results and batch > COARSE_STEPS * RANGE_STEP else []
-            best = placement.period_us
-            results += [(result, slots) for result in _stage2(placement, options, reports)]
-            proposals = [*finer, *((grown, COARSE_STEPS) for grown in add_near_bubble(placement, slots))]
+    slots: Mapping[str, int] = first_slots(layer, batch)
+    # Two ranges on both grids: either may be the better start for Stage II. More of them on the coarse one alone: the
+    # fine one takes many times as long and seldom gains.
+    grids = (COARSE_STEPS, FINE_STEPS) if batch > COARSE_STEPS * RANGE_STEP else (COARSE_STEPS,)
+    firsts = [_stage1(layer, batch, slots, {}, None, steps, options, reports) for steps in grids]
+    placements = [placement for placement in firsts if placement is not None]
+    for placement in placements:
+        results += [(result, slots) for result in _stage2(placement, options, reports)]
+    best = min(placements, key=lambda placement: placement.period_us, default=None)
+    proposals = add_near_bubble(best, slots) if best else []
+    while best and proposals and time.monotonic() < deadline:
+        slots = proposals.pop(0)
+        grown = _stage1(layer, batch, slots, {}, best.period_us, COARSE_STEPS, options, reports)
+        if grown is not None and improves(grown.period_us, best.period_us):
+            best, proposals = grown, add_near_bubble(grown, slots)
+            results += [(result, slots) for result in _stage2(grown, options, reports)]
     for _ in range(_ROUNDS):
         if not results:
             return
         leader, leader_slots = min(results, key=lambda item: item[0].period_us)
-        placement = _stage1(layer, batch, leader_slots, slowdowns(leader), None, FINE_STEPS, options, reports)
-        again = _stage2(placement, options, reports) if placement else []
+        replanned = _stage1(layer, batch, leader_slots, slowdowns(leader), None, FINE_STEPS, options, reports)
+        again = _stage2(replanned, options, reports) if replanned else []
         results += [(result, leader_slots) for result in again]
         if not any(improves(result.period_us, leader.period_us) for result in again):
             break
