@@ -109,15 +109,15 @@ def output_logits(model, texts: dict[str, list[int]]) -> dict[str, torch.Tensor]
         return {name: model(torch.tensor([ids])).logits[0, -NUM_TOKENS - 1 : -1].float() for name, ids in texts.items()}
 
 
-def assert_close(logits: torch.Tensor, expected: torch.Tensor, tokens: list[int], tolerance: float) -> None:
-    """[tokens, vocab] against [tokens, vocab]; each token is the reference's choice where that is clear."""
+def assert_close(logits: torch.Tensor, expected: torch.Tensor, tokens: list[int], tolerance: float) -> int:
+    """[tokens, vocab] against [tokens, vocab]; each token is the reference's choice where that is clear: how often."""
     allowed = tolerance * expected.std()
     difference = (logits - expected).abs().max()
     assert difference < allowed, f"{difference} > {allowed}"
     top = expected.topk(2)
     clear = top.values[:, 0] - top.values[:, 1] > 2 * allowed
-    assert clear.float().mean() > 0.3, "the test has hardly a clear choice"
     assert (torch.tensor(tokens) == top.indices[:, 0])[clear].all()
+    return int(clear.sum())
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
@@ -135,9 +135,12 @@ def test_logits_and_tokens_equal_transformers(random_model, case, device, dtype)
     expected = output_logits(rounding.float(), texts)
     # What transformers itself loses by computing in this type; nothing in fp32, where order alone differs.
     lost = max(float((rounded[name] - expected[name]).abs().max() / expected[name].std()) for name in prompts)
-    for name in prompts:
-        logits = torch.stack(tapped.logits[name][:NUM_TOKENS])
-        assert_close(logits, expected[name], tokens[name], max(2 * lost, TOLERANCE[torch.float32]))
+    tolerance = max(2 * lost, TOLERANCE[torch.float32])
+    clear = [
+        assert_close(torch.stack(tapped.logits[name][:NUM_TOKENS]), expected[name], tokens[name], tolerance)
+        for name in prompts
+    ]
+    assert sum(clear) > 0.3 * NUM_TOKENS * len(prompts), f"hardly a choice was clear: {clear}"
 
 
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
