@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosearch.catalog import find_model
-from autosearch.operators import Operator, Resource, layer_operators
+from autosearch.operators import Collectives, Operator, Resource, layer_operators
 from autosearch.pipeline import (
     Figures,
     InvalidScheduleError,
@@ -148,3 +148,12 @@ def play_randomly(plan, rng, layers=4):
             ends[index, layer] = begin + rng.choice([0.1, 1.0, 10.0])
             spans.append((begin, ends[index, layer], operation.sm_share))
     return spans
+
+
+def test_a_schedule_of_the_other_collectives_is_refused_with_a_remedy():
+    """What a worker that runs one graph only says of the other's plan."""
+    spec = find_model("llama-2-70b").spec
+    plan = replace(sequential(layer_operators(spec, 8, Collectives.ALL_GATHER), 128), collectives="all_gather")
+    with pytest.raises(InvalidScheduleError, match="--collectives all_gather"):
+        plan.validate(layer_operators(spec, 8))
+    plan.validate(layer_operators(spec, 8, Collectives.ALL_GATHER))
