@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autosearch.specs import ModelSpec
 from scheduler.ports import Executor
-from worker import cuda_executor
+from worker import cuda_loading
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.executor import LocalExecutor, Worker
@@ -32,7 +32,7 @@ def check(config: WorkerConfig, rank: int = 0) -> Bounds:
     """
     if config.device == "cuda":
         spec = ModelSpec.from_folder(config.model_dir)
-        cuda_executor.check(config, spec)
+        cuda_loading.check(config, spec)
         return Bounds(min(config.max_model_len or spec.max_position, spec.max_position), config.max_batch_tokens)
     capacity = Worker(config, rank).capacity
     return Bounds(capacity.max_model_len, capacity.max_batch_tokens)

@@ -60,7 +60,7 @@ class Tapped:
         step = self._inner.submit(plan)
         step.result(60.0)
         slots = plan.slots[plan.samples.nonzero()[0]].tolist()
-        for slot, row in zip(slots, self._inner._model.logits(len(slots)).cpu()):
+        for slot, row in zip(slots, self._inner.model.logits(len(slots)).cpu()):
             self.logits.setdefault(self._owner[slot], []).append(row)
         return step
 

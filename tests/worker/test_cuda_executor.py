@@ -79,7 +79,7 @@ def test_tokens_equal_the_cpu_worker(device, temperature):
 
 def test_more_random_rows_than_a_piece_among_greedy_ones(monkeypatch):
     monkeypatch.setattr("worker.cuda_executor.RANDOM_ROWS", 16)
-    monkeypatch.setattr("worker.cuda_executor._SAMPLE_SIZES", (4, 16))
+    monkeypatch.setattr("worker.cuda_executor.SAMPLE_SIZES", (4, 16))
     if not MODEL.exists():
         pytest.skip(f"{MODEL} is absent")
     torch.set_num_threads(1)

@@ -1,0 +1,34 @@
+"""From options to what each rank and Ray are asked for, by device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from control_plane.cluster import InstanceConfig
+from control_plane.config import EngineConfig
+from control_plane.engine import device_of, worker_config
+from scheduler.scheduler_config import SchedulerConfig
+
+
+@pytest.mark.parametrize(("has_gpu", "device", "expected"), [(True, "auto", "cuda"), (False, "auto", "cpu"), (True, "cpu", "cpu"), (False, "cuda", "cuda")])  # fmt: skip
+def test_auto_is_a_gpu_where_there_is_one(tmp_path, monkeypatch, has_gpu, device, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert device_of(EngineConfig(tmp_path, device=device)) == expected
+
+
+def test_defaults_follow_the_device_and_what_is_given_wins(tmp_path):
+    cpu, gpu = (worker_config(EngineConfig(tmp_path, device=device)) for device in ("cpu", "cuda"))
+    assert (cpu.max_batch_tokens, cpu.max_slots, cpu.page_size) == (256, 64, 16)
+    assert (gpu.max_batch_tokens, gpu.max_slots, gpu.page_size) == (2048, 1536, 64)
+    given = EngineConfig(tmp_path, device="cuda", max_num_batched_tokens=7, max_num_seqs=3, block_size=8)
+    assert (worker_config(given).max_batch_tokens, worker_config(given).max_slots) == (7, 3)
+    assert worker_config(given).page_size == 8
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", None), ("cuda", 1.0)])
+def test_each_rank_of_a_gpu_instance_asks_ray_for_one_gpu(tmp_path, device, gpus):
+    worker = worker_config(EngineConfig(tmp_path, device=device, tensor_parallel_size=2))
+    scheduler, *ranks = InstanceConfig(worker, SchedulerConfig(), 1.0).bundles
+    assert "GPU" not in scheduler
+    assert [rank.get("GPU") for rank in ranks] == [gpus, gpus]

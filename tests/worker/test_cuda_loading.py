@@ -1,0 +1,74 @@
+"""What is decided before a model runs on a GPU: batch sizes, graphs, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autosearch.specs import ModelSpec
+from worker.config import WorkerConfig
+from worker.cuda_executor import CudaExecutor
+from worker.cuda_loading import _batch_sizes, _graph_keys, check, graph_key
+from worker.executor import CapacityError
+
+
+@given(st.integers(1, 8192), st.data())
+def test_every_batch_has_a_bucket_that_wastes_little(most, data):
+    sizes = _batch_sizes(most)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == most
+    rows = data.draw(st.integers(1, most))
+    bucket = next(size for size in sizes if size >= rows)
+    assert bucket <= max(2 * rows, 128) and bucket - rows < max(128, rows / 4 + 512)
+
+
+def test_each_batch_finds_its_graph_and_there_are_few():
+    sizes = _batch_sizes(2048)
+    keys = _graph_keys(sizes)
+    assert keys[0].rows == 2048  # the largest first: the others fit into its memory
+    assert len(keys) <= 32
+    assert {graph_key(rows, prefill) for rows in sizes for prefill in (True, False)} == set(keys)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float32"}, "dtype"),
+        ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
+        ({"nano_batches": 2}, "nano-batches"),
+        ({"max_model_len": 9999}, "max_model_len"),
+    ],
+)
+def test_what_a_gpu_cannot_run_is_refused_wherever_it_is_asked(tmp_path, changes, message):
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    config = {"architectures": ["LlamaForCausalLM"], **shape, "vocab_size": 99, "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CapacityError, match=message):
+        check(WorkerConfig(tmp_path, device="cuda", **changes), ModelSpec.from_folder(tmp_path))
+
+
+def test_without_a_gpu_the_executor_says_so(tmp_path, monkeypatch, random_model):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(CapacityError, match="no CUDA GPU"):
+        CudaExecutor(WorkerConfig(random_model("llama"), device="cuda"))
+
+
+@pytest.mark.parametrize(("lengths", "expected"), [((None, None), 64), ((16, 16), 64), ((300, 300), 10)])
+def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model, lengths, expected):
+    config = WorkerConfig(
+        random_model("llama"),
+        dtype="float32",
+        max_batch_tokens=64,
+        max_slots=8,
+        page_size=16,
+        num_pages=150,
+        expected_input_len=lengths[0],
+        expected_output_len=lengths[1],
+    )
+    executor = CudaExecutor(config)
+    assert executor.capacity.max_batch_tokens == expected
+    executor.close()

@@ -1,0 +1,229 @@
+"""Loading a model on one GPU: weights, kernels, memory, graphs, in this order and before the first plan.
+
+With device "cpu" the same is loaded for the reference kernels, without graphs. Knows nothing of plans or of what
+happens after the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autosearch.specs import ModelSpec
+from autosearch.workload import fitted_batch_tokens
+from scheduler.plan import EngineCapacity, ScheduleBucket
+from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
+from worker.cuda_model import CudaModel, GraphKey, parameter_bytes, unsupported
+from worker.device_batch import RANDOM_ROWS, BatchLimits
+from worker.device_memory import GIB, DeviceMemory
+from worker.executor import CapacityError
+from worker.kernel_set import KernelSet, ReferenceKernels, TritonKernels
+from worker.kv_cache import KVCache, KVCacheShape
+from worker.models.loading import load_weights
+from worker.sharding import shard
+from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
+
+log = logging.getLogger(__name__)
+
+SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: no shape is met first while serving
+_DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
+_NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that is ready to run, and the limits that were found."""
+
+    spec: ModelSpec
+    model: CudaModel
+    limits: BatchLimits
+    capacity: EngineCapacity
+    dtype: torch.dtype  # of weights, activations and KV
+    memory: DeviceMemory | None  # None without a GPU
+
+
+def load_model(config: WorkerConfig, progress: Progress) -> LoadedModel:
+    """Raises UnsupportedModelError, CapacityError or ModelLoadError."""
+    with torch.inference_mode():
+        return _Loader(config, progress).load()
+
+
+class DeviceDummySource(DummySource):
+    """Dummy weights made on the device: as DummySource defines them, but with the device's generator."""
+
+    def __init__(self, device: torch.device, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def read(self, part: TensorPart, start: int, stop: int) -> torch.Tensor:
+        shape = (*part.shape[: part.dim], stop - start, *part.shape[part.dim + 1 :])
+        values = torch.empty(shape, device=self._generator.device)
+        return values.uniform_(-DUMMY_SCALE, DUMMY_SCALE, generator=self._generator)
+
+
+class _Loader:
+    """Loads one model once."""
+
+    def __init__(self, config: WorkerConfig, progress: Progress) -> None:
+        self._config, self._progress = config, progress
+        self._spec = spec = ModelSpec.from_folder(config.model_dir)
+        check(config, spec)
+        self._device = torch.device(config.device)
+        self._cuda = self._device.type == "cuda"
+        if self._cuda and not torch.cuda.is_available():
+            raise CapacityError("there is no CUDA GPU here: `nanoflow doctor` says what is missing, or use the CPU")
+        self._dtype = _DTYPES[config.dtype]
+        self._buckets = _batch_sizes(config.max_batch_tokens)
+        self._max_len = min(config.max_model_len or spec.max_position, spec.max_position)
+        group = spec.num_heads // spec.num_kv_heads
+        self._limits = BatchLimits(
+            rows=self._buckets[-1],
+            slots=config.max_slots,
+            page_size=config.page_size,
+            pages_per_slot=-(-self._max_len // config.page_size),
+            prefill_tokens=128 >> (group - 1).bit_length(),
+            decode_target=max(1, 4 * 132 // spec.num_kv_heads) * 2,
+        )
+        self._memory: DeviceMemory | None = None
+
+    def load(self) -> LoadedModel:
+        config, spec, device = self._config, self._spec, self._device
+        source = (
+            DeviceDummySource(device, config.seed)
+            if config.load_format == "dummy"
+            else SafetensorsSource(config.model_dir)
+        )
+        weights = load_weights(spec, shard(spec, 1, 0), source, self._dtype, device, self._progress)
+        kernels: KernelSet = ReferenceKernels()
+        if self._cuda:
+            group = spec.num_heads // spec.num_kv_heads
+            kernels = TritonKernels(device, spec.num_kv_heads, group, spec.head_dim, self._limits.max_partials)
+        self._model = CudaModel(spec, weights, self._limits, kernels, self._max_len, device)
+        if self._cuda:
+            self._warm_up(self._buckets, self._progress)
+        num_pages = self._num_pages(parameter_bytes(weights))
+        self._model.use_cache(KVCache(self._shape(num_pages), self._dtype, device))
+        self._fit_buckets(num_pages)
+        if self._cuda:
+            self._capture()
+        capacity = EngineCapacity(
+            num_pages=num_pages,
+            page_size=config.page_size,
+            max_slots=config.max_slots,
+            max_model_len=min(self._max_len, num_pages * config.page_size),
+            buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(self._buckets)),
+        )
+        self._progress("ready", 1.0)
+        return LoadedModel(spec, self._model, self._limits, capacity, self._dtype, self._memory)
+
+    def _warm_up(self, buckets: Sequence[int], progress: Progress) -> None:
+        """Compile and choose all kernels, the largest batch first, on one page of cache."""
+        self._model.use_cache(KVCache(self._shape(1), self._dtype, self._device))
+        torch.cuda.reset_peak_memory_stats()
+        keys = _graph_keys(buckets)
+        for number, key in enumerate(keys):
+            progress("compiling kernels", number / len(keys))
+            self._model.run(key)
+        for size in SAMPLE_SIZES:
+            self._model.sample(0, size)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def _fit_buckets(self, num_pages: int) -> None:
+        """No larger batch than memory keeps full, for the lengths that the user expects."""
+        config = self._config
+        if config.expected_input_len is None or config.expected_output_len is None:
+            return
+        kv_tokens, most = num_pages * config.page_size, self._buckets[-1]
+        fitted = fitted_batch_tokens(kv_tokens, config.expected_input_len, config.expected_output_len, most)
+        if fitted not in self._buckets and self._cuda:
+            self._warm_up([fitted], lambda what, share: None)
+        self._buckets = (*(rows for rows in self._buckets if rows < fitted), fitted)
+
+    def _capture(self) -> None:
+        keys, pool = _graph_keys(self._buckets), torch.cuda.graph_pool_handle()
+        before = torch.cuda.mem_get_info()[0]
+        for number, key in enumerate(keys):
+            self._progress("capturing graphs", number / len(keys))
+            self._model.capture(key, pool)
+        taken = before - torch.cuda.mem_get_info()[0]
+        log.info("%s; %d graphs took %.2f", self._memory, len(keys), taken / GIB)
+
+    def _shape(self, num_pages: int) -> KVCacheShape:
+        spec = self._spec
+        return KVCacheShape(spec.num_layers, num_pages, spec.num_kv_heads, self._config.page_size, spec.head_dim)
+
+    def _num_pages(self, weight_bytes: int) -> int:
+        config, page_bytes = self._config, self._shape(1).elements_per_page * self._dtype.itemsize
+        if self._cuda:
+            self._memory = self._list_memory(weight_bytes)
+        num_pages = config.num_pages
+        if num_pages is None:
+            room = config.kv_cache_bytes
+            if room is None:
+                room = CPU_KV_CACHE_BYTES if self._memory is None else self._memory.room
+            num_pages = min(room // page_bytes, config.max_slots * self._limits.pages_per_slot)
+            if num_pages < 1:
+                raise CapacityError(
+                    f"{room} bytes for the KV cache do not hold one page of {page_bytes}: {self._memory}"
+                )
+        if self._memory is not None:
+            if num_pages * page_bytes > self._memory.room:
+                raise CapacityError(
+                    f"a KV cache of {num_pages * page_bytes} bytes does not fit, lower --num-gpu-blocks-override or "
+                    f"--kv-cache-memory-bytes: {self._memory}"
+                )
+            self._memory = replace(self._memory, kv_cache=num_pages * page_bytes)
+        return num_pages
+
+    def _list_memory(self, weight_bytes: int) -> DeviceMemory:
+        free, total = torch.cuda.mem_get_info()
+        reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        return DeviceMemory(
+            total=total,
+            spared=int(total * (1 - self._config.gpu_memory_utilization)),
+            others=total - free - reserved,
+            weights=weight_bytes,
+            buffers=reserved - weight_bytes,
+            # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
+            working=2 * (torch.cuda.max_memory_allocated() - allocated),
+            graphs=len(_graph_keys(self._buckets)) * _GRAPH_BYTES,
+        )
+
+
+def check(config: WorkerConfig, spec: ModelSpec) -> None:
+    """Raises CapacityError for what cannot run on a GPU, whether there is one here or not."""
+    if (reason := unsupported(spec)) or config.tensor_parallel_size != 1:
+        raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
+    if config.nano_batches != 1 or config.schedule_files:
+        raise CapacityError("a GPU runs the sequential schedule only, so far: leave --nano-batches at 1")
+    known = [name for name, dtype in _DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
+    if config.dtype not in known:
+        raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")
+    if config.max_model_len is not None and config.max_model_len > spec.max_position:
+        raise CapacityError(f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}")
+
+
+def _batch_sizes(max_batch_tokens: int) -> tuple[int, ...]:
+    """Batch sizes to capture, ascending: powers of two, multiples of 128 from there on, and wider steps above 2,048."""
+    if max_batch_tokens < 1:
+        raise CapacityError("max_batch_tokens must be at least 1")
+    sizes = [1 << power for power in range(7)] + list(range(128, 2049, 128))
+    while sizes[-1] < max_batch_tokens:
+        sizes.append(sizes[-1] + max(512, 1 << (sizes[-1].bit_length() - 3)))
+    return (*(size for size in sizes if size < max_batch_tokens), max_batch_tokens)
+
+
+def graph_key(rows: int, has_prefill: bool) -> GraphKey:
+    """Above _NO_PREFILL_ROWS an idle prefill launch costs less than another graph."""
+    return GraphKey(rows, has_prefill or rows > _NO_PREFILL_ROWS)
+
+
+def _graph_keys(buckets: Sequence[int]) -> list[GraphKey]:
+    """All graphs of these batch sizes, largest first."""
+    sizes = sorted(buckets, reverse=True)
+    return list(dict.fromkeys(graph_key(rows, prefill) for rows in sizes for prefill in (True, False)))
