@@ -11,7 +11,10 @@ from control_plane.engine import device_of, worker_config
 from scheduler.scheduler_config import SchedulerConfig
 
 
-@pytest.mark.parametrize(("has_gpu", "device", "expected"), [(True, "auto", "cuda"), (False, "auto", "cpu"), (True, "cpu", "cpu"), (False, "cuda", "cuda")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("has_gpu", "device", "expected"),
+    [(True, "auto", "cuda"), (False, "auto", "cpu"), (True, "cpu", "cpu"), (False, "cuda", "cuda")],
+)
 def test_auto_is_a_gpu_where_there_is_one(tmp_path, monkeypatch, has_gpu, device, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert device_of(EngineConfig(tmp_path, device=device)) == expected
