@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from control_plane.options import ConfigError
 from scheduler.plan import EngineCapacity, IterationPlan, OutputBatch, ScheduleBucket, StepResult
 from scheduler.request import NewRequest, SamplingParams
 from scheduler.scheduler import Scheduler, SchedulerConfig
@@ -79,8 +80,15 @@ def run(
     """Measure num_steps iterations in steady state; prints the setting and, last, the returned figures as JSON.
 
     kv_share: KV pages as a share of what all slots would need at full length. Below 1 the page forecast decides
-    what runs, and fewer decodes may be live than asked for.
+    what runs, and fewer decodes may be live than asked for. Raises ConfigError for a batch that cannot keep so many
+    decodes alive.
     """
+    needed = num_live + -(-num_live * input_len // output_len)  # each decode that ends is replaced by a prompt
+    if batch_tokens < needed:
+        raise ConfigError(
+            f"batch-tokens={batch_tokens} cannot keep {num_live} requests of {input_len} prompt and {output_len} output "
+            f"tokens decoding: at least {needed} are needed, or a lower --num-live"
+        )
     capacity = _capacity(num_live, batch_tokens, input_len, output_len, page_size, kv_share)
     print(
         f"planning cost: {num_live} live decodes, B_dense {batch_tokens}, input {input_len}, output {output_len},"
@@ -89,7 +97,7 @@ def run(
     load = _Load(Scheduler(SchedulerConfig(), capacity), input_len, output_len)
     for _ in range(capacity.max_slots + 16):  # ends spread evenly over time, as after long running
         load.add(output_len=load.rng.randint(1, output_len))
-    num_warm_up = 2 * output_len + num_live * input_len // max(1, batch_tokens - num_live)
+    num_warm_up = 2 * output_len + num_live * input_len // (batch_tokens - num_live)
     steps = _drive(load, num_warm_up + num_steps)[num_warm_up:]
     figures = _figures(steps)
     setting = {"num_live": num_live, "batch_tokens": batch_tokens, "input_len": input_len, "output_len": output_len}

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from control_plane.bench.planning import run
+from control_plane.options import ConfigError
 
 
 @pytest.mark.parametrize("kv_share", [1.0, 0.6])
@@ -27,3 +28,8 @@ def test_planning_a_thousand_decodes_costs_little() -> None:
     cpu_ms = report["cpu_ms_mean"]
     assert isinstance(cpu_ms, float)
     assert cpu_ms < 5 * 1.5
+
+
+def test_a_batch_too_small_for_its_decodes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 8192"):
+        run(num_live=4096, batch_tokens=4096)
