@@ -1,0 +1,275 @@
+"""The SSD tier: records in segment files of one folder, an LRU with a byte budget. Faults become misses and counters.
+
+A segment is a slab of slots of one size; a slot holds a record as `record` defines it. The budget covers segments
+and index, those found at the start included. A record is published after it was written, and verified whenever it
+is read: torn, flipped, swapped or stale bytes are dropped there, whatever the index said. One process at a time has
+a folder. Knows nothing of the CPU tier.
+
+`write` and `save_index` belong to one thread; everything else may be called by any, and only `read` does I/O.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvstore.counters import Counters
+from kvstore.files import Files
+from kvstore.keys import StoreError
+from kvstore.record import is_whole, slot_bytes_for
+from kvstore.residents import Residents
+from kvstore.ssd_index import Row, SsdIndex, index_bytes_for
+
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "ssd_writes",  # records
+    "ssd_written_bytes",
+    "ssd_write_errors",
+    "ssd_writes_suspended",  # not tried, as one had just failed
+    "ssd_writes_refused",  # no room, or the record was not whole
+    "ssd_reads",
+    "ssd_read_bytes",
+    "ssd_read_errors",
+    "ssd_corrupt",  # read, but not whole or not the record that the index named
+    "ssd_evictions",
+    "ssd_index_errors",
+    "ssd_restored",  # records found at the start
+    "ssd_discarded",  # rows of the index whose records could not be there
+)
+DEFAULT_SEGMENT_BYTES = 256 << 20
+MIN_BUDGET_BYTES = 1 << 20
+_SUSPENSION_S = 5.0  # after a failed write: a full or read-only disk stays so for a while
+_SMALL_FILES_BYTES = 16 * 1024  # locks
+
+
+class SsdTier:
+    """Records on disk."""
+
+    def __init__(
+        self,
+        folder: Path,
+        budget_bytes: int,
+        counters: Counters,
+        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises StoreError if the folder cannot be used or is another's."""
+        if budget_bytes < MIN_BUDGET_BYTES:
+            raise StoreError(f"--ssd-bytes is {budget_bytes}: at least {MIN_BUDGET_BYTES} are needed")
+        self.folder = folder
+        self._counters = counters
+        self._files = files or Files()
+        self._clock = clock
+        self._lock = threading.Lock()
+        index_bytes = index_bytes_for(budget_bytes)
+        capacity = budget_bytes - index_bytes
+        self._residents = Residents(capacity, min(segment_bytes, capacity), self._evicted, self._emptied)
+        self._changed: dict[bytes, None] = {}  # keys whose rows are to be written or removed, in this order
+        self._stale: set[int] = set()  # segments whose files are to be removed before anything more is written
+        self._suspended_until = 0.0
+        self._sequence = 0
+        self._lock_descriptor = _own(folder)
+        self._index = SsdIndex(folder, index_bytes - _SMALL_FILES_BYTES)
+        self._restore()
+
+    def __len__(self) -> int:
+        return len(self._residents)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of slots that hold records."""
+        return self._residents.slabs.used_bytes
+
+    def payload_bytes(self, key: bytes) -> int | None:
+        """Size of the key's payload; None if it is not here."""
+        with self._lock:
+            handle = self._residents.find(key)
+            return None if handle is None else self._residents.payload_bytes(handle)
+
+    def touch(self, key: bytes) -> None:
+        """The key was used, if it is here: found in a faster tier, say."""
+        with self._lock:
+            handle = self._residents.find(key)
+            if handle is not None:
+                self._residents.lru.touch(handle)
+
+    def drop(self, key: bytes) -> None:
+        """Forget the key, if it is here."""
+        with self._lock:
+            handle = self._residents.find(key)
+            if handle is not None:
+                self._changed[key] = None
+                self._residents.drop(handle)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            for key in self._residents.lru.keys_oldest_first():
+                handle = self._residents.find(key)
+                assert handle is not None
+                self._changed[key] = None
+                self._residents.drop(handle)
+
+    def read(self, key: bytes, into: memoryview) -> bool:
+        """Fill a slot's bytes with the key's record, verified; False if there is none, and a bad one is dropped."""
+        with self._lock:
+            handle = self._residents.find(key)
+            if handle is None:
+                return False
+            self._residents.pin(handle)
+            payload_bytes = self._residents.payload_bytes(handle)
+            path, start = self._place(self._residents.offset(handle))
+        whole = False
+        try:
+            self._files.read(path, start, into)
+            whole = is_whole(into, key, payload_bytes)
+            self._counters.add("ssd_reads" if whole else "ssd_corrupt")
+            self._counters.add("ssd_read_bytes", len(into))
+        except OSError as error:
+            self._counters.add("ssd_read_errors")
+            log.warning("%s cannot be read: %s", path, error.strerror)
+        finally:
+            with self._lock:
+                if not whole:
+                    self._changed[key] = None
+                    self._residents.drop(handle)
+                self._residents.unpin(handle)
+        return whole
+
+    def write(self, key: bytes, slot: memoryview, payload_bytes: int) -> bool:
+        """Keep a copy of the record in a slot; whether it is here now."""
+        if self._clock() < self._suspended_until:
+            self._counters.add("ssd_writes_suspended")
+            return False
+        whole = is_whole(slot, key, payload_bytes)
+        with self._lock:
+            if self._residents.find(key) is not None:
+                return True
+            offset = self._residents.reserve(payload_bytes) if whole else None
+            stale, self._stale = self._stale, set()
+        if offset is None:
+            self._counters.add("ssd_writes_refused")
+            return False
+        path, start = self._place(offset)
+        try:
+            for segment in stale:
+                self._files.remove(self._path(segment))
+            self._files.write(path, start, slot)
+        except OSError as error:
+            self._write_failed(offset, stale, error)
+            return False
+        with self._lock:
+            self._residents.publish(key, offset, payload_bytes)
+            self._changed[key] = None
+        self._counters.add("ssd_writes")
+        self._counters.add("ssd_written_bytes", len(slot))
+        return True
+
+    def save_index(self) -> None:
+        """Bring the index up to date; what is not there is lost with the process."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+            rows = [row for key in changed if (row := self._row(key)) is not None]
+        gone = changed.keys() - {row.key for row in rows}
+        if changed and not self._index.write(rows, gone):
+            self._counters.add("ssd_index_errors")
+
+    def close(self) -> None:
+        """Save the index, in the order of use, and let the folder go. Nothing else may be going on."""
+        self.save_index()
+        with self._lock:
+            self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
+        self.save_index()
+        self._index.close()
+        os.close(self._lock_descriptor)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if order and places do not agree."""
+        with self._lock:
+            self._residents.check_integrity()
+
+    def _write_failed(self, offset: int, stale: set[int], error: OSError) -> None:
+        self._counters.add("ssd_write_errors")
+        log.warning("nothing is written to %s for %g s: %s", self.folder, _SUSPENSION_S, error.strerror)
+        self._suspended_until = self._clock() + _SUSPENSION_S
+        with self._lock:
+            self._stale |= stale
+            self._residents.cancel(offset)
+
+    def _row(self, key: bytes) -> Row | None:
+        handle = self._residents.find(key)
+        if handle is None:
+            return None
+        offset = self._residents.offset(handle)
+        segment, slot = self._residents.slabs.place_of(offset)
+        self._sequence += 1
+        slot_bytes = self._residents.slabs.slot_bytes_at(offset)
+        return Row(key, segment, slot, slot_bytes, self._residents.payload_bytes(handle), self._sequence)
+
+    def _evicted(self, key: bytes) -> None:
+        self._changed[key] = None
+        self._counters.add("ssd_evictions")
+
+    def _emptied(self, segment: int) -> None:
+        self._stale.add(segment)
+
+    def _path(self, segment: int) -> Path:
+        return self.folder / f"segment-{segment:06d}.kv"
+
+    def _place(self, offset: int) -> tuple[Path, int]:
+        """File, and where in it."""
+        segment, start = divmod(offset, self._residents.slabs.slab_bytes)
+        return self._path(segment), start
+
+    def _restore(self) -> None:
+        """Take over what index and folder agree on; files beyond that are removed or cut."""
+        sizes = {path: path.stat().st_size for path in self.folder.glob("segment-*.kv")}
+        kept: list[tuple[Row, int]] = []
+        for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot)):
+            in_file = (row.slot + 1) * row.slot_bytes <= sizes.get(self._path(row.segment), 0)
+            sound = in_file and slot_bytes_for(row.payload_bytes) == row.slot_bytes
+            offset = self._residents.slabs.take(row.segment, row.slot, row.slot_bytes) if sound else None
+            if offset is None:
+                self._changed[row.key] = None
+            else:
+                kept.append((row, offset))
+        for row, offset in sorted(kept, key=lambda each: each[0].sequence):
+            self._residents.publish(row.key, offset, row.payload_bytes)
+            self._sequence = row.sequence
+        self._counters.add("ssd_restored", len(kept))
+        self._counters.add("ssd_discarded", len(self._changed))
+        self._trim({path.name: size for path, size in sizes.items()})
+
+    def _trim(self, sizes: dict[str, int]) -> None:
+        touched = self._residents.slabs.touched_by_slab()
+        known = {self._path(segment).name: num_bytes for segment, num_bytes in touched.items()}
+        for name, size in sizes.items():
+            with suppress(OSError):
+                if name not in known:
+                    self._files.remove(self.folder / name)
+                elif size > known[name]:
+                    self._files.truncate(self.folder / name, known[name])
+
+
+def _own(folder: Path) -> int:
+    """Make the folder, for its owner only, and lock it; the lock's descriptor. Raises StoreError."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.chmod(0o700)
+        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StoreError(f"--ssd-dir {folder} cannot be used: {error.strerror}") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise StoreError(f"--ssd-dir {folder} is in use by another store; give each its own") from None
+    return descriptor

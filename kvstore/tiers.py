@@ -1,0 +1,203 @@
+"""CPU over SSD: what is where, and what moves. Nothing here waits for a disk.
+
+A record comes in by a put to the CPU tier. The SSD tier gets a copy in the background once the record has been hit
+often enough, so going from CPU to SSD costs an eviction nothing; and a record found on SSD only is loaded back in
+the background. Queues are bounded, drops are counted. A hit counts as a use in both tiers. Knows nothing of leases
+and clients. The caller holds the lock around every method; background jobs take it themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from kvstore.background import Background
+from kvstore.counters import Counters
+from kvstore.keys import KVKey, Tier
+from kvstore.record import slot_bytes_for
+from kvstore.residents import Residents
+from kvstore.ssd import SsdTier
+
+COUNTERS = (
+    "cpu_evictions",
+    "cpu_lost",  # of these: on no tier any more
+    "demotions",  # copies to SSD asked for
+    "demotions_dropped",  # too many were waiting
+    "demotions_late",  # evicted before a thread came to it
+    "promotions",  # loads from SSD asked for
+    "promotions_dropped",  # too many were waiting, or no room in the CPU tier
+    "promotions_failed",  # the record was not there, or not whole
+)
+_MAX_WAITING_WRITES = 64
+_MAX_WAITING_READS = 256
+
+Slots = Callable[[int, int], memoryview]  # offset and bytes to the arena's bytes
+
+
+class Tiers:
+    """Two tiers, the second optional."""
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        slab_bytes: int,
+        slots: Slots,
+        ssd: SsdTier | None,
+        ssd_after_hits: int,
+        lock: threading.RLock,
+        counters: Counters,
+        num_readers: int = 4,
+    ) -> None:
+        """ssd_after_hits: hits after which a record goes to SSD; 0: when it is put."""
+        self.cpu = Residents(capacity_bytes, slab_bytes, self._evicted)
+        self.ssd = ssd
+        self._slots = slots
+        self._ssd_after_hits = ssd_after_hits
+        self._lock = lock
+        self._counters = counters
+        self._demoting: set[bytes] = set()
+        self._loading: dict[bytes, Future[bool]] = {}
+        # One writer, as the SSD tier wants it; it is the disk that bounds what is written.
+        self._writer = Background("kv-write", 1, _MAX_WAITING_WRITES) if ssd is not None else None
+        self._readers = Background("kv-read", num_readers, _MAX_WAITING_READS) if ssd is not None else None
+
+    def tier_of(self, key: KVKey) -> Tier:
+        """The fastest tier that has the key."""
+        if self.cpu.find(key) is not None:
+            return Tier.CPU
+        if key in self._loading or (self.ssd is not None and self.ssd.payload_bytes(key) is not None):
+            return Tier.SSD
+        return Tier.NONE
+
+    def pin(self, key: KVKey) -> int | None:
+        """Keep the key's record in the CPU tier; its handle, None if it is not there."""
+        handle = self.cpu.find(key)
+        if handle is not None:
+            self.cpu.pin(handle)
+        return handle
+
+    def count_hit(self, handle: int) -> None:
+        """The pinned record was asked for."""
+        key = self.cpu.lru.key_of(handle)
+        hits = self.cpu.count_hit(handle)
+        if self.ssd is not None:
+            self.ssd.touch(key)
+            if hits >= self._ssd_after_hits:
+                self._demote(key)
+
+    def publish(self, key: KVKey, offset: int, payload_bytes: int) -> bool:
+        """A put is whole; False if the key was there already."""
+        handle = self.cpu.publish(key, offset, payload_bytes)
+        if handle is not None and self._ssd_after_hits == 0:
+            self._demote(key)
+        return handle is not None
+
+    def load(self, key: KVKey) -> Future[bool] | None:
+        """Have the key's record brought from SSD to the CPU tier; None if that cannot be done."""
+        if key in self._loading:
+            return self._loading[key]
+        payload_bytes = self.ssd.payload_bytes(key) if self.ssd is not None else None
+        if payload_bytes is None or self._readers is None:
+            return None
+        self._counters.add("promotions")
+        offset = self.cpu.reserve(payload_bytes)
+        if offset is None:
+            self._counters.add("promotions_dropped")
+            return None
+        done: Future[bool] = Future()
+        self._loading[key] = done
+        if not self._readers.submit(lambda: self._load(key, offset, payload_bytes, done)):
+            self._counters.add("promotions_dropped")
+            del self._loading[key]
+            self.cpu.cancel(offset)
+            return None
+        return done
+
+    def drop(self, key: KVKey) -> bool:
+        """Forget the CPU tier's record, as its bytes are not what they should be; the SSD's own are verified."""
+        handle = self.cpu.find(key)
+        if handle is not None:
+            self.cpu.drop(handle)
+        return handle is not None
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for key in self.cpu.lru.keys_oldest_first():
+            self.drop(KVKey(key))
+        if self.ssd is not None:
+            self.ssd.clear()
+
+    def save_index(self) -> None:
+        """Have the SSD tier's index brought up to date, soon."""
+        if self._writer is not None and self.ssd is not None:
+            self._writer.submit(self.ssd.save_index)
+
+    @property
+    def num_waiting(self) -> int:
+        """Copies and loads that wait for a thread."""
+        return sum(queue.num_waiting for queue in (self._writer, self._readers) if queue is not None)
+
+    def finish(self) -> None:
+        """Wait for the background; the caller must not hold the lock."""
+        for queue in (self._readers, self._writer):
+            if queue is not None:
+                queue.finish()
+
+    def close(self, timeout_s: float) -> bool:
+        """End the background, then the SSD tier; whether that was done in time. The caller must not hold the lock."""
+        queues = [queue for queue in (self._readers, self._writer) if queue is not None]
+        closed = [queue.close(timeout_s) for queue in queues]  # each of them, whatever the others did
+        in_time = all(closed)
+        if self.ssd is not None and in_time:
+            self.ssd.close()
+        return in_time
+
+    def _evicted(self, key: bytes) -> None:
+        self._counters.add("cpu_evictions")
+        if self.ssd is None or self.ssd.payload_bytes(key) is None:
+            self._counters.add("cpu_lost")
+
+    def _demote(self, key: bytes) -> None:
+        if self._writer is None or self.ssd is None or key in self._demoting:
+            return
+        if self.ssd.payload_bytes(key) is not None:
+            return
+        self._counters.add("demotions")
+        self._demoting.add(key)
+        if not self._writer.submit(lambda: self._copy_to_ssd(key)):
+            self._demoting.discard(key)
+            self._counters.add("demotions_dropped")
+
+    def _copy_to_ssd(self, key: bytes) -> None:
+        """In the writer's thread."""
+        assert self.ssd is not None
+        with self._lock:
+            self._demoting.discard(key)
+            handle = self.cpu.find(key)
+            if handle is None or not self.cpu.hold(handle):
+                self._counters.add("demotions_late")
+                return
+            payload_bytes = self.cpu.payload_bytes(handle)
+            slot = self._slots(self.cpu.offset(handle), slot_bytes_for(payload_bytes))
+        try:
+            self.ssd.write(key, slot, payload_bytes)
+        finally:
+            with self._lock:
+                self.cpu.unhold(handle)
+
+    def _load(self, key: KVKey, offset: int, payload_bytes: int, done: Future[bool]) -> None:
+        """In a reader's thread."""
+        assert self.ssd is not None
+        loaded = False
+        try:
+            loaded = self.ssd.read(key, self._slots(offset, slot_bytes_for(payload_bytes)))
+        finally:
+            with self._lock:
+                del self._loading[key]
+                if loaded:
+                    self.cpu.publish(key, offset, payload_bytes)
+                else:
+                    self.cpu.cancel(offset)
+                    self._counters.add("promotions_failed")
+            done.set_result(loaded)
