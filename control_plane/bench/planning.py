@@ -86,8 +86,8 @@ def run(
     needed = num_live + -(-num_live * input_len // output_len)  # each decode that ends is replaced by a prompt
     if batch_tokens < needed:
         raise ConfigError(
-            f"batch-tokens={batch_tokens} cannot keep {num_live} requests of {input_len} prompt and {output_len} output "
-            f"tokens decoding: at least {needed} are needed, or a lower --num-live"
+            f"batch-tokens={batch_tokens} cannot keep {num_live} requests of {input_len} prompt and {output_len} "
+            f"output tokens decoding: at least {needed} are needed, or a lower --num-live"
         )
     capacity = _capacity(num_live, batch_tokens, input_len, output_len, page_size, kv_share)
     print(
