@@ -14,6 +14,7 @@ from pathlib import Path
 from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
+from kvstore.settings import ListenConfig, StoreConfig
 from scheduler.scheduler_config import SchedulerConfig
 from worker.config import CPU_KV_CACHE_BYTES, DEVICE_DEFAULTS, WorkerConfig
 
@@ -194,4 +195,60 @@ class LogConfig:
     )
 
 
-ALL_GROUPS = (EngineConfig, ServerConfig, Limits, LogConfig)  # what a configuration file may speak of
+@dataclass(frozen=True, slots=True)
+class KVStoreOptions:
+    """KV store: what `nanoflow kvstore` keeps, and where it listens."""
+
+    cpu_bytes: int = option("Bytes of shared memory for the CPU tier, all taken at the start.", default=4 << 30, low=1)
+    ssd_dir: Path | None = option(
+        "Folder of the SSD tier, made if it is not there; for one store at a time.", default=None, unset="no SSD tier"
+    )
+    ssd_bytes: int = option(
+        "Bytes that the SSD tier may take, those found at the start included.", default=64 << 30, low=1
+    )
+    ssd_after_hits: int = option(
+        "Hits after which a record is copied to SSD; 0: every record, when it is put.",
+        default=default_of(StoreConfig, "ssd_after_hits"),
+        low=0,
+        high=255,
+    )
+    slab_bytes: int | None = option(
+        "Bytes of the CPU tier that hold records of one size, so also the largest record.",
+        default=default_of(StoreConfig, "slab_bytes"),
+        low=4096,
+        unset="a 64th of the tier, at least 16 MiB",
+    )
+    store_lease: float = option(
+        "Seconds that a client may read or write records before the store takes them back.",
+        default=default_of(StoreConfig, "lease_s"),
+        low=0.1,
+        high=3600,
+    )
+    socket: Path | None = option(
+        "Unix socket to listen on; its folder must be closed to others.",
+        default=None,
+        unset="/tmp/nanoflow-UID/kvstore.sock, unless there is a store-port",
+    )
+    store_host: str = option("Address to listen on with store-port.", default=default_of(ListenConfig, "host"))
+    store_port: int | None = option(
+        "TCP port to listen on instead of a socket, with a token or mTLS; 0 picks a free one.",
+        default=None,
+        low=0,
+        high=65535,
+        unset="the socket",
+    )
+    store_token: str | None = option(
+        "Token that clients must send; better given as NANOFLOW_STORE_TOKEN.",
+        default=None,
+        secret=True,
+        unset="no token needed on a socket",
+    )
+    store_ssl_keyfile: Path | None = option("Private key for mTLS (PEM).", default=None, unset="no mTLS")
+    store_ssl_certfile: Path | None = option("Certificate chain for mTLS (PEM).", default=None, unset="no mTLS")
+    store_ssl_ca_certs: Path | None = option("CA of client certificates (PEM).", default=None, unset="no mTLS")
+    store_metrics_port: int | None = option(
+        "Port of the store's /metrics for Prometheus; 0 picks a free one.", default=None, low=0, high=65535, unset="off"
+    )
+
+
+ALL_GROUPS = (EngineConfig, ServerConfig, Limits, LogConfig, KVStoreOptions)  # what a configuration file may speak of

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
-from control_plane import ray_environment, search_commands
+from control_plane import kvstore_command, ray_environment, search_commands
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.interrupts import ends_at_once
@@ -39,6 +39,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Benchmarks. Each prints its setting and ends in one JSON line.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 search_commands.register(app)
+kvstore_command.register(app)
 
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
@@ -201,6 +202,7 @@ def user_errors() -> tuple[type[Exception], ...]:
     """Errors whose message tells a user what to mend. Only those whose module is loaded can have been raised."""
     found: list[type[Exception]] = [ConfigError, UnsupportedModelError, InvalidScheduleError]
     by_module = {
+        "kvstore.keys": ("StoreError",),
         "worker.executor": ("CapacityError",),
         "worker.weights": ("ModelLoadError",),
         "worker.sharding": ("ShardingError",),

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from kvstore.keys import StoreError
 
-SHARED_MEMORY = Path("/dev/shm")  # where shm_open puts its files on Linux
 PREFIX = "nanoflow-kv-"
 
 
@@ -51,7 +50,7 @@ class Mapping:
 class Arena:
     """Shared memory of a fixed size, gone with `close` or, at the latest, when the next one is made."""
 
-    def __init__(self, num_bytes: int, folder: Path = SHARED_MEMORY) -> None:
+    def __init__(self, num_bytes: int, folder: Path) -> None:
         """Raises StoreError if there is not that much."""
         remove_abandoned(folder)
         self.num_bytes = num_bytes
@@ -70,7 +69,7 @@ class Arena:
             self._remove()
             raise StoreError(
                 f"{folder} cannot hold an arena of {num_bytes} bytes: {error.strerror}; "
-                "ask for fewer --cpu-bytes, or give it more (in a container: --shm-size)"
+                "ask for fewer cpu-bytes, or give it more (in a container: --shm-size)"
             ) from None
         self.view = self._mapping.view
 
@@ -89,7 +88,7 @@ class Arena:
         os.close(self._descriptor)
 
 
-def remove_abandoned(folder: Path = SHARED_MEMORY) -> list[Path]:
+def remove_abandoned(folder: Path) -> list[Path]:
     """Remove this user's arenas whose makers are gone; which ones."""
     removed = []
     for path in folder.glob(PREFIX + "*"):

@@ -16,16 +16,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from kvstore import ssd as ssd_tier
 from kvstore import tiers as two_tiers
-from kvstore.arena import SHARED_MEMORY, Arena
+from kvstore.arena import Arena
 from kvstore.counters import Counters
 from kvstore.files import Files
-from kvstore.keys import InvalidCallError, KVBlock, KVKey, StoreError, Tier
+from kvstore.keys import InvalidCallError, KVBlock, KVKey, Tier
 from kvstore.leases import Leases
 from kvstore.record import HEADER_BYTES, read_header
+from kvstore.settings import StoreConfig
 from kvstore.ssd import SsdTier
 from kvstore.tiers import Tiers
 
@@ -47,25 +47,17 @@ COUNTERS = (
     "reported_corrupt",  # records that a client found not to be whole
     "flushes",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StoreConfig:
-    """Sizes and policies of one store."""
-
-    cpu_bytes: int  # of the arena
-    ssd_dir: Path | None = None  # None: no SSD tier
-    ssd_bytes: int = 0  # of segments and index
-    slab_bytes: int | None = None  # also the largest record; None: by cpu_bytes
-    segment_bytes: int = ssd_tier.DEFAULT_SEGMENT_BYTES
-    ssd_after_hits: int = 2  # hits after which a record is copied to SSD; 0: all are
-    lease_s: float = 10.0
-    quarantine_s: float = 60.0  # how long a dead writer's bytes are given to nobody else
-    arena_folder: Path = SHARED_MEMORY
-
-    def slab(self) -> int:
-        """Bytes of one slab of the arena: few enough to change hands, large enough for records."""
-        return min(self.slab_bytes or max(self.cpu_bytes // 64, 16 << 20), 1 << 30, self.cpu_bytes)
+GAUGES = (  # in `stats`, beside the counters
+    "cpu_records",
+    "cpu_used_bytes",
+    "cpu_capacity_bytes",
+    "ssd_records",
+    "ssd_used_bytes",
+    "ssd_capacity_bytes",
+    "leases",
+    "quarantined",  # records' room that dead writers had
+    "background_waiting",  # copies and loads
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +100,7 @@ class KVService:
         self, config: StoreConfig, clock: Callable[[], float] = time.monotonic, files: Files | None = None
     ) -> None:
         """Raises StoreError if there is not the memory, or the folder cannot be used."""
-        if config.cpu_bytes < 1 << 16:
-            raise StoreError(f"--cpu-bytes is {config.cpu_bytes}: at least 65536 are needed")
+        config.check()
         self.config = config
         self.boot_id = secrets.token_hex(16)
         self.counters = Counters((*COUNTERS, *two_tiers.COUNTERS, *ssd_tier.COUNTERS))

@@ -43,8 +43,6 @@ COUNTERS = (
     "ssd_restored",  # records found at the start
     "ssd_discarded",  # rows of the index whose records could not be there
 )
-DEFAULT_SEGMENT_BYTES = 256 << 20
-MIN_BUDGET_BYTES = 1 << 20
 _SUSPENSION_S = 5.0  # after a failed write: a full or read-only disk stays so for a while
 _SMALL_FILES_BYTES = 16 * 1024  # locks
 
@@ -57,13 +55,11 @@ class SsdTier:
         folder: Path,
         budget_bytes: int,
         counters: Counters,
-        segment_bytes: int = DEFAULT_SEGMENT_BYTES,
+        segment_bytes: int,
         files: Files | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises StoreError if the folder cannot be used or is another's."""
-        if budget_bytes < MIN_BUDGET_BYTES:
-            raise StoreError(f"--ssd-bytes is {budget_bytes}: at least {MIN_BUDGET_BYTES} are needed")
         self.folder = folder
         self._counters = counters
         self._files = files or Files()
@@ -266,10 +262,10 @@ def _own(folder: Path) -> int:
         folder.chmod(0o700)
         descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise StoreError(f"--ssd-dir {folder} cannot be used: {error.strerror}") from None
+        raise StoreError(f"ssd-dir {folder} cannot be used: {error.strerror}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        raise StoreError(f"--ssd-dir {folder} is in use by another store; give each its own") from None
+        raise StoreError(f"ssd-dir {folder} is in use by another store; give each its own") from None
     return descriptor

@@ -18,7 +18,7 @@ from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
 # Which package owns which .proto files; each .proto in proto/ must be listed once.
-OWNERS = {"control_plane": ("admin.proto", "generation.proto")}
+OWNERS = {"control_plane": ("admin.proto", "generation.proto"), "kvstore": ("kvstore.proto",)}
 
 
 def main() -> int:

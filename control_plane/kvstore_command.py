@@ -1,0 +1,140 @@
+"""`nanoflow kvstore`: runs the KV store of a node until SIGTERM. Knows nothing of how the store works."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from wsgiref.simple_server import WSGIServer
+
+import typer
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from control_plane.config import ALL_GROUPS, KVStoreOptions, LogConfig
+from control_plane.exit_watchdog import exit_within
+from control_plane.flags import configured
+from control_plane.options import ConfigError
+from kvstore.keys import StoreError
+from kvstore.settings import ListenConfig, StoreConfig
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 1.0  # for calls under way when SIGTERM comes
+_CLOSE_S = 10.0  # for copies to SSD that wait, and for the index
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to an app."""
+    app.command()(configured(ALL_GROUPS)(kvstore))
+
+
+def kvstore(store: KVStoreOptions, log_options: LogConfig) -> None:
+    """Keep KV of earlier tokens in CPU memory and on SSD, for all instances of this node, until SIGTERM."""
+    logging.basicConfig(
+        level=log_options.log_level.upper(), format="%(asctime)s %(levelname).1s %(name)s: %(message)s", force=True
+    )
+    try:
+        code = asyncio.run(run(store_config(store), listen_config(store), store))
+    except StoreError as error:
+        raise ConfigError(str(error)) from None
+    raise typer.Exit(code)
+
+
+def store_config(options: KVStoreOptions) -> StoreConfig:
+    """What the store keeps."""
+    return StoreConfig(
+        cpu_bytes=options.cpu_bytes,
+        ssd_dir=options.ssd_dir,
+        ssd_bytes=options.ssd_bytes,
+        slab_bytes=options.slab_bytes,
+        ssd_after_hits=options.ssd_after_hits,
+        lease_s=options.store_lease,
+    )
+
+
+def listen_config(options: KVStoreOptions) -> ListenConfig:
+    """Where it listens: on a socket unless a port was asked for."""
+    config = ListenConfig(
+        host=options.store_host,
+        token=options.store_token,
+        ssl_keyfile=options.store_ssl_keyfile,
+        ssl_certfile=options.store_ssl_certfile,
+        ssl_ca_certs=options.store_ssl_ca_certs,
+    )
+    if options.store_port is not None:
+        if options.socket is not None:
+            raise StoreError("socket and store-port are both given: choose one")
+        return replace(config, port=options.store_port)
+    return replace(config, socket=options.socket or default_socket())
+
+
+def default_socket() -> Path:
+    """Where a store listens that was not told otherwise: one for each user of a machine."""
+    return Path(f"/tmp/nanoflow-{os.geteuid()}/kvstore.sock")
+
+
+async def run(store: StoreConfig, listen: ListenConfig, options: KVStoreOptions) -> int:
+    """Serve until SIGTERM or SIGINT; the exit code. Raises StoreError."""
+    from kvstore.server import StoreServer
+    from kvstore.service import KVService
+
+    ended = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    listen.check()
+    service = KVService(store)
+    server = StoreServer(service, listen)
+    metrics = None
+    try:
+        address = await server.start()
+        if options.store_metrics_port is not None:
+            metrics = _serve_metrics(StoreCollector(service.stats), options)
+        print(f"nanoflow kvstore: ready on {address}", flush=True)
+        await ended.wait()
+        log.info("stopping")
+    finally:
+        exit_within(_GRACE_S + 2 * _CLOSE_S)
+        await server.stop(_GRACE_S)
+        if metrics is not None:
+            metrics.shutdown()
+            metrics.server_close()
+        in_time = service.close(_CLOSE_S)
+    return 0 if in_time else 1
+
+
+class StoreCollector(Collector):
+    """The store's counters and gauges for Prometheus, as they are when it asks."""
+
+    def __init__(self, stats: Callable[[], dict[str, int]]) -> None:
+        self._stats = stats
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """One family for each."""
+        from kvstore.service import GAUGES
+
+        for name, value in self._stats().items():
+            help_text = f"The KV store's {name.replace('_', ' ')}"
+            if name in GAUGES:
+                yield GaugeMetricFamily(f"nanoflow_kvstore_{name}", help_text, value)
+            else:
+                yield CounterMetricFamily(f"nanoflow_kvstore_{name}", help_text, value)
+
+
+def _serve_metrics(collector: StoreCollector, options: KVStoreOptions) -> WSGIServer:
+    registry = CollectorRegistry()
+    registry.register(collector)
+    assert options.store_metrics_port is not None
+    try:
+        server, _ = start_http_server(options.store_metrics_port, addr=options.store_host, registry=registry)
+    except OSError as error:
+        raise StoreError(
+            f"store-metrics-port {options.store_metrics_port} cannot be listened on: {error.strerror}"
+        ) from None
+    log.info("metrics on %s:%d", options.store_host, server.server_port)
+    return server

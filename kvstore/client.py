@@ -1,0 +1,314 @@
+"""The store as its users see it: bounded waits, and every fault of the store a miss.
+
+Nothing here raises for what the store does or fails to do: no answer, a late one, a wrong one, a restart in
+between. What is copied out of the arena is verified against the record's own key and checksum, so not even an
+answer made up from nothing can give wrong bytes. After some faults in a row nothing is asked for a while. Knows
+nothing of what keys and bytes mean. Safe for threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvstore.arena import PREFIX, Mapping
+from kvstore.breaker import Breaker, BreakerConfig
+from kvstore.client_leases import Arrival, ReadLease, WriteLease
+from kvstore.counters import Counters
+from kvstore.keys import KVBlock, KVKey, StoreError, Tier
+from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
+from kvstore.record import SLOT_ALIGNMENT, slot_bytes_for
+
+log = logging.getLogger(__name__)
+
+COUNTERS = (
+    "calls",
+    "refused",  # not tried: the breaker was open
+    "timeouts",
+    "unavailable",
+    "errors",  # other statuses
+    "garbage",  # answers that cannot be right
+    "attached",  # arenas mapped: 1, and one more after each restart of the store that was noticed
+    "restarts_noticed",
+    "corrupt",  # records that were not whole or not the ones asked for
+    "leases_outlived",  # copies that took longer than the lease
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientConfig:
+    """Where the store is, and how long to wait for it."""
+
+    address: str  # unix:/path, or host:port
+    call_timeout_s: float = 0.1  # of a call, beside what it is told to wait
+    token: str | None = None
+    ssl_ca_certs: Path | None = None  # PEM; with the two below: mTLS
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    boot_id: str
+    mapping: Mapping
+    lease_s: float
+    max_payload_bytes: int
+
+
+class _GarbageError(Exception):
+    """An answer that cannot be right."""
+
+
+class KVClient:
+    """One connection to one store; it need not be there yet, nor stay."""
+
+    def __init__(self, config: ClientConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises StoreError if certificates cannot be read."""
+        self._config = config
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._attached: _Attached | None = None
+        self._sent: set[Any] = set()  # calls whose answers nobody waits for
+        self._metadata = (("authorization", f"Bearer {config.token}"),) if config.token else ()
+        self._channel = _channel(config)
+        self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self.breaker = Breaker(config.breaker, clock)
+        self.counters = Counters(COUNTERS)
+
+    def lookup(self, keys: Sequence[KVKey]) -> list[Tier]:
+        """Tiers of the leading keys that are there."""
+        answer = self._call(self._stub.Lookup, kvstore_pb2.LookupRequest(keys=keys), _lookup_problem(keys))
+        return [] if answer is None else [Tier(tier) for tier in answer.tiers]
+
+    def prefetch(self, keys: Sequence[KVKey]) -> int:
+        """Start to load the leading keys that are on SSD; how many are in memory or on their way."""
+        answer = self._call(self._stub.Prefetch, kvstore_pb2.PrefetchRequest(keys=keys))
+        return 0 if answer is None else min(answer.num_keys, len(keys))
+
+    def acquire(self, keys: Sequence[KVKey], wait_s: float = 0.0) -> ReadLease | None:
+        """A lease on the leading keys that are there, after waiting so long for SSD; None without any."""
+        attached = self._attach()
+        if attached is None or not keys:
+            return None
+        began = self._clock()
+        request = kvstore_pb2.AcquireRequest(keys=keys, wait_ms=round(wait_s * 1000))
+        problem = _acquire_problem(keys, attached.mapping.num_bytes)
+        answer = self._call(self._stub.Acquire, request, problem, wait_s)
+        if answer is None or not answer.blocks or not self._is_of(attached, answer):
+            return None
+        blocks = tuple(
+            KVBlock(key, block.offset, block.payload_bytes, Tier(block.tier)) for key, block in zip(keys, answer.blocks)
+        )
+        return ReadLease(self._arrival(attached, answer.lease_id, began), blocks, self._corrupt)
+
+    def reserve(self, keys: Sequence[KVKey], payload_bytes: int) -> WriteLease | None:
+        """Room for records of these keys, payload_bytes each; None if nothing is to be written or can be."""
+        attached = self._attach()
+        if attached is None or not keys or not 0 < payload_bytes <= attached.max_payload_bytes:
+            return None
+        began = self._clock()
+        request = kvstore_pb2.ReserveRequest(keys=keys, payload_bytes=payload_bytes)
+        problem = _reserve_problem(keys, payload_bytes, attached.mapping.num_bytes)
+        answer = self._call(self._stub.Reserve, request, problem)
+        if answer is None or not answer.lease_id or not self._is_of(attached, answer):
+            return None
+        arrival = self._arrival(attached, answer.lease_id, began)
+        return WriteLease(arrival, tuple(keys), tuple(answer.offsets), payload_bytes, self._commit)
+
+    def get(self, key: KVKey, wait_s: float = 0.0) -> bytes | None:
+        """One record's bytes, verified."""
+        lease = self.acquire([key], wait_s)
+        if lease is None:
+            return None
+        with lease:
+            into = bytearray(lease.blocks[0].payload_bytes)
+            return bytes(into) if lease.copy(0, memoryview(into)) else None
+
+    def put(self, key: KVKey, payload: bytes | memoryview) -> bool:
+        """Keep one record; whether it was written just now."""
+        lease = self.reserve([key], len(payload))
+        if lease is None:
+            return False
+        with lease:
+            return lease.write(0, payload) and lease.commit() == 1
+
+    def flush(self) -> bool:
+        """Have the store forget everything; whether it said so."""
+        return self._call(self._stub.Flush, kvstore_pb2.FlushRequest()) is not None
+
+    def stats(self) -> dict[str, int] | None:
+        """The store's counters and gauges."""
+        answer = self._call(self._stub.Stats, kvstore_pb2.StatsRequest())
+        return None if answer is None else dict(answer.values)
+
+    def close(self) -> None:
+        """Hang up. Leases that are out end by themselves."""
+        self._channel.close()
+        with self._lock:
+            self._attached = None
+
+    def _attach(self) -> _Attached | None:
+        """The arena of the store that runs now, as far as known."""
+        with self._lock:
+            if self._attached is not None:
+                return self._attached
+        answer = self._call(self._stub.Attach, kvstore_pb2.AttachRequest(), _attach_problem)
+        if answer is None:
+            return None
+        try:
+            mapping = Mapping.open(answer.arena_path, answer.arena_bytes)
+        except (OSError, ValueError) as error:
+            self._failed("garbage", f"the arena cannot be mapped: {error}")
+            return None
+        self.counters.add("attached")
+        attached = _Attached(answer.boot_id, mapping, answer.lease_s, answer.max_payload_bytes)
+        with self._lock:
+            self._attached = attached
+        return attached
+
+    def _is_of(self, attached: _Attached, answer: Any) -> bool:
+        """Whether an answer came from the run whose arena is mapped; if not, the mapping and the lease are given up."""
+        if answer.boot_id == attached.boot_id:
+            return True
+        self._release(answer.lease_id)
+        self.counters.add("restarts_noticed")
+        with self._lock:
+            if self._attached is attached:
+                self._attached = None  # unmapped when the last lease on it is gone
+        return False
+
+    def _call(
+        self,
+        method: Any,
+        request: Any,
+        problem: Callable[[Any], str | None] = lambda answer: None,
+        wait_s: float = 0.0,
+    ) -> Any | None:
+        """The answer; None for whatever fault, counted. `problem` says what about an answer cannot be right."""
+        if not self.breaker.allows():
+            self.counters.add("refused")
+            return None
+        self.counters.add("calls")
+        try:
+            answer = method(request, timeout=self._config.call_timeout_s + wait_s, metadata=self._metadata)
+            wrong = problem(answer)
+            if wrong is not None:
+                raise _GarbageError(wrong)
+        except grpc.RpcError as error:
+            kinds = {grpc.StatusCode.DEADLINE_EXCEEDED: "timeouts", grpc.StatusCode.UNAVAILABLE: "unavailable"}
+            self._failed(kinds.get(error.code(), "errors"), error.details())
+        except _GarbageError as error:
+            self._failed("garbage", str(error))
+        except ValueError as error:  # the channel is closed
+            self._failed("unavailable", str(error))
+        else:
+            self.breaker.succeeded()
+            return answer
+        return None
+
+    def _failed(self, kind: str, message: str | None) -> None:
+        self.counters.add(kind)
+        self.breaker.failed()
+        log.debug("the KV store at %s: %s: %s", self._config.address, kind, message)
+
+    def _arrival(self, attached: _Attached, lease_id: int, began: float) -> Arrival:
+        return Arrival(attached.mapping.view, lease_id, began + attached.lease_s, self._clock, self._release)
+
+    def _commit(self, lease_id: int) -> int:
+        answer = self._call(self._stub.Commit, kvstore_pb2.CommitRequest(lease_id=lease_id))
+        return 0 if answer is None else int(answer.num_visible)
+
+    def _release(self, lease_id: int) -> None:
+        """Without waiting: what does not arrive ends by itself."""
+        if not self.breaker.is_open:
+            self._send(self._stub.Release, kvstore_pb2.ReleaseRequest(lease_ids=[lease_id]))
+
+    def _corrupt(self, key: KVKey, outlived: bool) -> None:
+        """A copy was not whole. If its lease was over, that is no wonder, and not the store's fault."""
+        self.counters.add("leases_outlived" if outlived else "corrupt")
+        if not outlived:
+            self._send(self._stub.ReportCorrupt, kvstore_pb2.ReportCorruptRequest(keys=[key]))
+
+    def _send(self, method: Any, request: Any) -> None:
+        try:
+            sent = method.future(request, timeout=self._config.call_timeout_s, metadata=self._metadata)
+        except ValueError:  # the channel is closed
+            self.counters.add("unavailable")
+            return
+        self._sent.add(sent)  # one that nobody holds is cancelled
+        sent.add_done_callback(self._sent.discard)
+
+
+def _attach_problem(answer: Any) -> str | None:
+    if not Path(answer.arena_path).name.startswith(PREFIX):
+        return "the arena has a name that no store would give"
+    if not 0.0 < answer.lease_s < 1e6 or not answer.arena_bytes or not answer.boot_id:
+        return "no size, no lease time, or no boot id"
+    return None
+
+
+def _lookup_problem(keys: Sequence[KVKey]) -> Callable[[Any], str | None]:
+    def problem(answer: Any) -> str | None:
+        if len(answer.tiers) > len(keys) or any(tier not in (Tier.CPU, Tier.SSD) for tier in answer.tiers):
+            return "tiers for more keys than were asked for, or unknown ones"
+        return None
+
+    return problem
+
+
+def _acquire_problem(keys: Sequence[KVKey], arena_bytes: int) -> Callable[[Any], str | None]:
+    def problem(answer: Any) -> str | None:
+        if len(answer.blocks) > len(keys) or any(block.tier not in (Tier.CPU, Tier.SSD) for block in answer.blocks):
+            return "blocks for more keys than were asked for, or from unknown tiers"
+        if not all(_is_slot(block.offset, block.payload_bytes, arena_bytes) for block in answer.blocks):
+            return "blocks outside the arena"
+        return None
+
+    return problem
+
+
+def _reserve_problem(keys: Sequence[KVKey], payload_bytes: int, arena_bytes: int) -> Callable[[Any], str | None]:
+    def problem(answer: Any) -> str | None:
+        if len(answer.offsets) != len(keys):
+            return "not one offset for each key"
+        if not all(_is_slot(offset, payload_bytes, arena_bytes) for offset in answer.offsets if offset >= 0):
+            return "offsets outside the arena"
+        return None
+
+    return problem
+
+
+def _is_slot(offset: int, payload_bytes: int, arena_bytes: int) -> bool:
+    return (
+        offset >= 0
+        and offset % SLOT_ALIGNMENT == 0
+        and payload_bytes > 0
+        and offset + slot_bytes_for(payload_bytes) <= arena_bytes
+    )
+
+
+def _channel(config: ClientConfig) -> grpc.Channel:
+    options = [
+        ("grpc.enable_retries", 0),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.use_local_subchannel_pool", 1),
+    ]
+    if config.ssl_ca_certs is None:
+        return grpc.insecure_channel(config.address, options)
+    try:
+        key = config.ssl_keyfile.read_bytes() if config.ssl_keyfile else None
+        chain = config.ssl_certfile.read_bytes() if config.ssl_certfile else None
+        credentials = grpc.ssl_channel_credentials(config.ssl_ca_certs.read_bytes(), key, chain)
+    except OSError as error:
+        raise StoreError(f"{error.filename} cannot be read: {error.strerror}") from None
+    return grpc.secure_channel(config.address, credentials, options)

@@ -1,0 +1,62 @@
+"""How a store is set up: sizes and policies, and where it listens. Plain data; imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstore.keys import StoreError
+
+MIN_CPU_BYTES = 1 << 16
+MIN_SSD_BYTES = 1 << 20
+_MAX_SOCKET_PATH_BYTES = 107  # of Linux
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Sizes and policies of one store."""
+
+    cpu_bytes: int  # of the arena
+    ssd_dir: Path | None = None  # None: no SSD tier
+    ssd_bytes: int = 0  # of segments and index
+    slab_bytes: int | None = None  # also the largest record; None: by cpu_bytes
+    segment_bytes: int = 256 << 20
+    ssd_after_hits: int = 2  # hits after which a record is copied to SSD; 0: all are
+    lease_s: float = 10.0
+    quarantine_s: float = 60.0  # how long a dead writer's bytes are given to nobody else
+    arena_folder: Path = Path("/dev/shm")  # where shm_open puts its files on Linux
+
+    def check(self) -> None:
+        """Raise StoreError for sizes that no store can have."""
+        if self.cpu_bytes < MIN_CPU_BYTES:
+            raise StoreError(f"cpu-bytes is {self.cpu_bytes}: at least {MIN_CPU_BYTES} are needed")
+        if self.ssd_dir is not None and self.ssd_bytes < MIN_SSD_BYTES:
+            raise StoreError(f"ssd-bytes is {self.ssd_bytes}: at least {MIN_SSD_BYTES} are needed")
+
+    def slab(self) -> int:
+        """Bytes of one slab of the arena: few enough to change hands, large enough for records."""
+        return min(self.slab_bytes or max(self.cpu_bytes // 64, 16 << 20), 1 << 30, self.cpu_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class ListenConfig:
+    """Where the store answers, and whom."""
+
+    socket: Path | None = None  # a Unix socket; None: TCP
+    host: str = "127.0.0.1"
+    port: int = 0  # 0 picks a free one
+    token: str | None = None  # wanted in `authorization: Bearer TOKEN`
+    ssl_keyfile: Path | None = None  # PEM; with the two below: mTLS
+    ssl_certfile: Path | None = None
+    ssl_ca_certs: Path | None = None  # clients must have a certificate from one of these
+
+    def check(self) -> None:
+        """Raise StoreError if anybody on the network could call, or the settings do not go together."""
+        tls = (self.ssl_keyfile, self.ssl_certfile, self.ssl_ca_certs)
+        if any(tls) and not all(tls):
+            raise StoreError("TLS needs all of ssl_keyfile, ssl_certfile and ssl_ca_certs")
+        if self.socket is None and not self.token and not all(tls):
+            raise StoreError("a TCP port needs a token or certificates (mTLS); or use a Unix socket")
+        if self.socket is not None and len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH_BYTES:
+            raise StoreError(f"{self.socket} is longer than the {_MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
