@@ -1,8 +1,9 @@
 """Which waiting requests are started in an iteration.
 
 In order of arrival, as far as slots, this iteration's prefill tokens and the forecast of pages allow. One that
-does not fit may be passed by later ones, but only so often: then nobody is started before it. Knows nothing of
-decodes, preemption or results.
+does not fit may be passed by later ones, but only so often: then nobody is started before it. With a KV store, one
+that waits for its answer lets others pass, and one whose pages are there starts when they have come. Knows nothing
+of decodes, preemption or results.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 from scheduler import batcher
 from scheduler.kv_pages import PagePool
+from scheduler.kv_transfer import KVTransfer
 from scheduler.memory_forecast import OutputLengths, PageForecast, SurvivalCurve
 from scheduler.plan import EngineCapacity, SlotStart
 from scheduler.plan_draft import PlanDraft
@@ -21,6 +23,8 @@ from scheduler.residence import Residence
 from scheduler.scheduler_config import SchedulerConfig
 from scheduler.slot_table import SlotState, SlotTable
 from scheduler.tracked_request import TrackedRequest
+
+_MAX_ASKING = 256  # waiting requests that may be passed in one iteration because they wait for the store's answer
 
 
 class Admission:
@@ -32,6 +36,7 @@ class Admission:
         capacity: EngineCapacity,
         residence: Residence,
         lengths: OutputLengths,
+        transfer: KVTransfer | None = None,
     ) -> None:
         self._config = config
         self._capacity = capacity
@@ -40,6 +45,7 @@ class Admission:
         self._slots = residence.slots
         self._waiting = residence.waiting
         self._lengths = lengths
+        self._transfer = transfer
 
     def start(self, draft: PlanDraft, num_tokens: int, now: float) -> None:
         """Start what fits into num_tokens prefill tokens beside the prefills that run already.
@@ -50,21 +56,34 @@ class Admission:
             return
         room = _Room(self._config, self._capacity, self._pool, self._slots, num_tokens)
         forecast = _Forecast(self._capacity, self._pool, self._slots, self._lengths)
-        num_blocked = 0
-        while num_blocked < min(len(self._waiting), self._config.lookahead):
-            if not self._slots.has_free or not room.has_room or self._is_barred(num_blocked):
+        blocked: list[TrackedRequest] = []  # do not fit
+        num_asking = 0  # wait for the store's answer
+        while len(blocked) < self._config.lookahead and num_asking < _MAX_ASKING:
+            index = len(blocked) + num_asking
+            if index >= len(self._waiting) or not self._slots.has_free or not room.has_room or self._is_barred(blocked):
                 return
-            request = self._waiting[num_blocked]
+            request = self._waiting[index]
+            if self._transfer is not None and self._transfer.waits(request, now):
+                num_asking += 1
+                continue
             hits = self._find_prefix(request)
-            if room.takes(request, hits) and forecast.takes(request, hits):
-                room.take(request, hits)
-                self._place(draft, request, hits, now)
+            num_loads = 0 if self._transfer is None else self._transfer.num_loadable(request, len(hits))
+            if room.takes(request, hits, num_loads) and forecast.takes(request, hits):
+                room.take(request, hits, num_loads)
+                self._place(draft, request, hits, num_loads, now)
             else:
-                num_blocked += 1
+                blocked.append(request)
 
-    def _is_barred(self, num_blocked: int) -> bool:
-        """Whether one of the first, which do not fit, must not be passed any more."""
-        return any(self._waiting[i].passes >= self._config.max_passes for i in range(num_blocked))
+    def begin_loaded(self, draft: PlanDraft, now: float) -> None:
+        """Tell of the slots that get their first row in this iteration after a load."""
+        for slot, start, _, _ in draft.chunks:
+            request = self._slots.request(slot)
+            if request.fetch is not None:
+                self._begin(draft, request, start, now)
+
+    def _is_barred(self, blocked: list[TrackedRequest]) -> bool:
+        """Whether one of those that do not fit must not be passed any more."""
+        return any(request.passes >= self._config.max_passes for request in blocked)
 
     def _find_prefix(self, request: TrackedRequest) -> list[int]:
         """Pages that hold its leading tokens already; at least one token is left to compute."""
@@ -78,19 +97,33 @@ class Admission:
                 hits.append(page)
         return hits
 
-    def _place(self, draft: PlanDraft, request: TrackedRequest, hits: list[int], now: float) -> None:
-        num_cached = len(hits) * self._capacity.page_size
+    def _place(self, draft: PlanDraft, request: TrackedRequest, hits: list[int], num_loads: int, now: float) -> None:
         slot = self._residence.place(request, hits)
+        if num_loads:
+            assert self._transfer is not None, "pages to load without a store"
+            self._transfer.load(draft, slot, num_loads, now)
+            return
+        if self._transfer is not None:
+            self._transfer.leave(request)
+        self._begin(draft, request, len(hits) * self._capacity.page_size, now)
+
+    def _begin(self, draft: PlanDraft, request: TrackedRequest, num_cached: int, now: float) -> None:
+        """Its first num_cached tokens lie in its pages: from now on the ranks know it."""
         if request.queue_s < 0:  # its first start
             request.queue_s = now - request.arrived_s
             request.num_cached = num_cached
+            if request.fetch is not None and self._transfer is not None:
+                request.num_cpu_cached, request.num_ssd_cached = self._transfer.tokens_by_tier(request.fetch)
             draft.prefix_queries += request.prompt_len
-            draft.prefix_hits += num_cached
+            draft.prefix_hits += num_cached - request.num_cpu_cached - request.num_ssd_cached
+            draft.cpu_hits += request.num_cpu_cached
+            draft.ssd_hits += request.num_ssd_cached
+        request.fetch = None
         sampling = request.request.sampling
-        draft.add_pages(slot, 0, hits)
+        draft.add_pages(request.slot, 0, request.pages[: num_cached // self._capacity.page_size])
         draft.starts.append(
             SlotStart(
-                slot=slot,
+                slot=request.slot,
                 request_id=request.request.request_id,
                 token_ids=np.array(request.tokens, np.int32),
                 num_cached=num_cached,
@@ -124,21 +157,24 @@ class _Room:
         """Whether any newcomer, however short, would get a token."""
         return self._pages_left > 0 and batcher.prefill_room(self._num_tokens, self._remaining, self._share, 1) > 0
 
-    def takes(self, request: TrackedRequest, hits: list[int]) -> bool:
-        """Whether it would get a token and a page in this iteration."""
-        to_compute = len(request.tokens) - len(hits) * self._capacity.page_size
+    def takes(self, request: TrackedRequest, hits: list[int], num_loads: int) -> bool:
+        """Whether it would get a token in this iteration if nothing had to be loaded, all pages to load, and one."""
+        to_compute = len(request.tokens) - (len(hits) + num_loads) * self._capacity.page_size
         if not batcher.prefill_room(self._num_tokens, self._remaining, self._share, to_compute):
             return False
-        return self._pages_left > self._pool.num_cached_among(hits)
+        return self._pages_left > self._pool.num_cached_among(hits) + num_loads
 
-    def take(self, request: TrackedRequest, hits: list[int]) -> None:
-        """Count it in, before its hits are acquired."""
+    def take(self, request: TrackedRequest, hits: list[int], num_loads: int) -> None:
+        """Count it in, before its hits are acquired. While it loads, it takes no tokens."""
+        self._pages_left -= self._pool.num_cached_among(hits) + num_loads
+        if num_loads:
+            return
         to_compute = len(request.tokens) - len(hits) * self._capacity.page_size
         index = bisect(self._arrivals, request.arrival)
         self._arrivals.insert(index, request.arrival)
         self._remaining.insert(index, to_compute)
         chunk = min(to_compute, self._num_tokens)
-        self._pages_left -= self._pool.num_cached_among(hits) + -(-chunk // self._capacity.page_size)
+        self._pages_left -= -(-chunk // self._capacity.page_size)
 
 
 class _Forecast:

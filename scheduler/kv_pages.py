@@ -88,13 +88,17 @@ class PagePool:
         """How many of these pages acquire() would take out of the available ones."""
         return sum(page in self._cached for page in pages)
 
-    def acquire(self, pages: Iterable[int]) -> None:
-        """Refer to pages that find() gave."""
+    def hold(self, pages: Iterable[int]) -> None:
+        """One more reference to each of these pages, live or cached ones."""
         for page in pages:
             if self._references[page] == 0:
                 del self._cached[page]
             self._references[page] += 1
-            self._hit.add(page)
+
+    def acquire(self, pages: Sequence[int]) -> None:
+        """Refer to pages that find() gave, as a prefix hit."""
+        self.hold(pages)
+        self._hit.update(pages)
 
     def release(self, pages: Sequence[int]) -> None:
         """Drop one reference to each page of a sequence; its last pages will be given up first."""

@@ -16,6 +16,8 @@ from scheduler.ports import Executor, PendingStep
 from scheduler.request import NewRequest
 from scheduler.scheduler import Scheduler
 
+_STORE_POLL_S = 0.001  # while requests wait for the KV store's answers, and nothing runs
+
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
@@ -80,7 +82,7 @@ class EngineLoop:
 
     def _turn(self, flight: _Flight | None) -> _Flight | None:
         """Plan and hand over the next step, then wait for the one in flight. Returns the next one."""
-        arrivals = self._take_inbox(wait=flight is None and self._scheduler.is_idle)
+        arrivals = self._take_inbox(self._nap_s(flight))
         with self._scheduler_lock:
             now = self._clock()
             for item in arrivals:
@@ -100,15 +102,23 @@ class EngineLoop:
             self._emit(batch)
         return following
 
+    def _nap_s(self, flight: _Flight | None) -> float | None:
+        """How long to sleep if nobody hands in anything: for good (None) while idle, else hardly or not at all."""
+        if flight is not None:
+            return 0.0
+        if self._scheduler.is_idle:
+            return None
+        return _STORE_POLL_S if self._scheduler.is_asking else 0.0
+
     def _put(self, items: Sequence[NewRequest] | Sequence[Cancel]) -> None:
         with self._news:
             self._inbox.extend(items)
             self._news.notify()
 
-    def _take_inbox(self, wait: bool) -> list[NewRequest | Cancel]:
-        """What others have handed in; while idle, sleep until there is something."""
+    def _take_inbox(self, nap_s: float | None) -> list[NewRequest | Cancel]:
+        """What others have handed in; if there is nothing, sleep until there is, or for nap_s."""
         with self._news:
-            while wait and not self._inbox and not self._stopping:
-                self._news.wait()
+            if nap_s != 0.0:
+                self._news.wait_for(lambda: self._inbox or self._stopping, nap_s)
             arrivals, self._inbox = self._inbox, []
             return arrivals

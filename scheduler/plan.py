@@ -7,6 +7,7 @@ known things as changes. Knows nothing of how a plan is made or run.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum, StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +55,50 @@ class SlotStart:
     seed: int
 
 
+class StoreTier(IntEnum):
+    """Where the KV store keeps a page."""
+
+    CPU = 1
+    SSD = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixAnswer:
+    """What the KV store holds of a page chain that it was asked for."""
+
+    ticket: int
+    tiers: tuple[StoreTier, ...]  # [leading pages that every rank has] where each lies, the slowest of all ranks
+
+
+class MoveKind(StrEnum):
+    """Which way pages go."""
+
+    LOAD = "load"  # from the KV store into pages of the GPU
+    STORE = "store"  # from pages of the GPU to the KV store
+
+
+@dataclass(frozen=True, slots=True)
+class KVMove:
+    """Pages to copy between the GPU and the KV store, beside the iterations. Every move gets one KVMoveResult.
+
+    The pages of a load are touched by no row until its result has come. Those of a store are full, computed by a step
+    that has finished, and only read until its result has come. So copying need not wait for any step in flight.
+    """
+
+    number: int  # consecutive from 0
+    kind: MoveKind
+    page_ids: tuple[int, ...]  # at least one
+    digests: tuple[bytes, ...]  # [page_ids] chain digest of each page's contents (kv_pages), the same on all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class KVMoveResult:
+    """A move has ended on all ranks: nothing of it reads or writes a page any more, whatever came of it."""
+
+    number: int  # KVMove.number
+    num_pages: int  # leading pages that all ranks have copied, in [0, pages of the move]
+
+
 @dataclass(frozen=True, slots=True)
 class IterationPlan:
     """One iteration of constant batch size. All ranks get the same plan, and run plans in step order.
@@ -61,6 +106,9 @@ class IterationPlan:
     Row r computes tokens [starts[r], starts[r] + counts[r]) of the sequence in slots[r]. Rows are the decodes
     first (count 1), then prefill chunks. A token that no SlotStart has sent is the one sampled for that
     position by an earlier step: ranks keep it, the scheduler need not know it yet.
+
+    With a KV store a plan may have no rows: its executor starts the moves, if there are any, and answers when a move
+    has ended or after a wait of about a millisecond, so that the loop neither spins nor is late for newcomers.
     """
 
     step: int  # consecutive from 0
@@ -74,6 +122,7 @@ class IterationPlan:
     counts: Int32  # [rows]
     num_decodes: int  # rows [0, num_decodes) are decodes
     samples: NDArray[np.bool_]  # [rows] whether a token is sampled after the row's last one
+    moves: tuple[KVMove, ...] = ()  # to start with this step; they may take longer than it
 
     @property
     def num_tokens(self) -> int:
@@ -98,6 +147,7 @@ class StepResult:
     faults: tuple[SlotFault, ...]
     idle_s: float  # the device waited this long for the plan after its last step ended; 0 for the first
     run_s: float  # from the step's start to its end on the device
+    moves: tuple[KVMoveResult, ...] = ()  # of this plan's or earlier ones' moves: those that have ended since
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +155,11 @@ class RequestStart:
     """A request has been given a slot; again after each preemption."""
 
     request_id: str
-    num_cached_tokens: int  # prompt tokens that came from the prefix cache, at its first start
+    num_cached_tokens: int  # prompt tokens that it need not compute at its first start: from GPU, CPU and SSD
     queue_s: float  # from arrival to its first start
     num_preemptions: int  # before this start
+    num_cpu_cached_tokens: int = 0  # of num_cached_tokens, loaded from the KV store's CPU tier
+    num_ssd_cached_tokens: int = 0  # of num_cached_tokens, loaded from the KV store's SSD tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +169,28 @@ class RequestEnd:
     request_id: str
     finish_reason: FinishReason
     num_output_tokens: int  # sent in all, a stop token included
-    num_cached_tokens: int  # prompt tokens that came from the prefix cache
-    queue_s: float  # from arrival to its first scheduling, or to its end when it never ran
+    num_cached_tokens: int  # prompt tokens that it need not compute at its first start: from GPU, CPU and SSD
+    queue_s: float  # from arrival to its first start, or to its end when it never ran
     num_preemptions: int
     error: str = ""  # when FAILED: what went wrong, for the client
+    num_cpu_cached_tokens: int = 0  # of num_cached_tokens, loaded from the KV store's CPU tier
+    num_ssd_cached_tokens: int = 0  # of num_cached_tokens, loaded from the KV store's SSD tier
+
+
+@dataclass(frozen=True, slots=True)
+class MoveCounts:
+    """What became of pages that were to go to or come from the KV store, since the step before."""
+
+    num_loaded: int = 0
+    num_load_failed: int = 0  # computed instead
+    num_stored: int = 0
+    num_store_failed: int = 0
+    num_dropped: int = 0  # never given to the store: too many at once, or their page was needed before their turn
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """What one iteration did, for metrics."""
+    """What one iteration did, for metrics. One without tokens has only moved pages."""
 
     step: int
     num_tokens: int  # token rows computed
@@ -136,11 +201,14 @@ class StepStats:
     num_wasted_tokens: int  # computed for requests that had already ended
     num_preemptions: int
     prefix_queries: int  # prompt tokens looked up in the prefix cache in this plan
-    prefix_hits: int  # of those, found
+    prefix_hits: int  # of those, found on the GPU
     late: bool  # the executor had to wait for this plan
     plan_s: float  # time to make the plan
     idle_s: float  # StepResult.idle_s
     run_s: float  # StepResult.run_s
+    cpu_hits: int = 0  # of prefix_queries, loaded from the KV store's CPU tier
+    ssd_hits: int = 0  # of prefix_queries, loaded from the KV store's SSD tier
+    moves: MoveCounts = MoveCounts()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.plan import IterationPlan, ScheduleBucket, SlotStart
+from scheduler.plan import IterationPlan, KVMove, ScheduleBucket, SlotStart
 
 Int32 = NDArray[np.int32]
 
@@ -35,6 +35,9 @@ class PlanDraft:
     num_preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens
     prefix_hits: int = 0
+    cpu_hits: int = 0
+    ssd_hits: int = 0
+    moves: list[KVMove] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -66,4 +69,5 @@ class PlanDraft:
             counts=np.concatenate((np.ones(num_decodes, np.int32), chunks[:, 2])),
             num_decodes=num_decodes,
             samples=np.concatenate((np.ones(num_decodes, np.bool_), chunks[:, 3].astype(np.bool_))),
+            moves=tuple(self.moves),
         )

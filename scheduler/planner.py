@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from scheduler import batcher
 from scheduler.admission import Admission
+from scheduler.kv_transfer import KVTransfer
 from scheduler.latency_cap import LatencyCap
 from scheduler.plan import EngineCapacity
 from scheduler.plan_draft import PlanDraft
@@ -30,6 +31,7 @@ class Planner:
         residence: Residence,
         admission: Admission,
         cap: LatencyCap | None = None,
+        transfer: KVTransfer | None = None,
     ) -> None:
         """cap: rows that prefills may fill up to, where there is a target for latency; decodes always run."""
         self._config = config
@@ -40,6 +42,7 @@ class Planner:
         self._pool = residence.pool
         self._admission = admission
         self._cap = cap
+        self._transfer = transfer
 
     @property
     def max_tokens(self) -> int:
@@ -50,8 +53,11 @@ class Planner:
         """The next iteration; without rows when there is nothing to compute until a result is there."""
         draft = PlanDraft()
         self._fill(draft, now)
-        while not draft.num_rows and self._unblock(draft):
+        while not draft.num_rows and not draft.moves and self._unblock(draft):
             self._fill(draft, now)
+        if self._transfer is not None:
+            self._admission.begin_loaded(draft, now)
+            self._transfer.add_stores(draft)
         assert draft.num_rows or not draft.starts, "a request was started without a row for anybody"
         return draft
 
@@ -68,6 +74,7 @@ class Planner:
         if self._cap is None:
             return free, True
         num_running = len(decodes) + len(self._slots.where(SlotState.PREFILL))
+        num_running += len(self._slots.where(SlotState.LOADING))
         # Prefills that run go on in any case; they will decode, so that newcomers must leave them a row each.
         return min(free, max(1, self.max_tokens - len(decodes))), num_running < self.max_tokens
 
@@ -132,6 +139,8 @@ class Planner:
         if self._residence.num_planned > self._residence.num_finished:
             return False
         victims = self._victims()
+        if len(victims) < 2 and self._transfer is not None and (self._transfer.num_moving or self._transfer.is_asking):
+            return False
         if not victims:
             assert not len(self._residence.waiting), "requests wait and nothing runs"
             return False

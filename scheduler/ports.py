@@ -1,14 +1,15 @@
-"""The protocols that others implement for the scheduler: how it reaches the workers.
+"""The protocols that others implement for the scheduler: how it reaches the workers, and asks the KV store.
 
-Knows nothing of Ray, torch or devices. `worker.executor` implements it in process, `scheduler.actor`
+Knows nothing of Ray, torch or devices. `worker.executor` implements Executor in process, `scheduler.actor`
 by calls to worker actors, and tests by a fake.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-from scheduler.plan import EngineCapacity, IterationPlan, StepResult
+from scheduler.plan import EngineCapacity, IterationPlan, PrefixAnswer, StepResult
 
 
 class ExecutorError(RuntimeError):
@@ -26,7 +27,11 @@ class PendingStep(Protocol):
 
 
 class Executor(Protocol):
-    """All ranks of one instance. Runs plans strictly in the order of submission."""
+    """All ranks of one instance. Runs plans strictly in the order of submission.
+
+    Moves of pages run beside the plans. The executor bounds the time of each: a store that is slow or gone makes a
+    move fail, with a result that says so once nothing of it will touch a page any more.
+    """
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -37,3 +42,23 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Free everything. Idempotent."""
+
+
+class PrefixStore(Protocol):
+    """Asks the KV store which pages of a chain it holds. No call blocks, none raises; an answer may never come.
+
+    The pages themselves are moved by the executor, as plans say.
+    """
+
+    def ask(self, ticket: int, digests: Sequence[bytes]) -> None:
+        """Which leading pages of this chain does the store hold, on every rank?
+
+        It keeps them, and brings them nearer, until the ticket is released, but not for longer than a time of its
+        own. Tickets are used once.
+        """
+
+    def take_answers(self) -> list[PrefixAnswer]:
+        """Answers since the last call, each once; those of tickets released before may be left out."""
+
+    def release(self, ticket: int) -> None:
+        """Nobody waits for this ticket's answer or needs its pages any more. Called once for each."""

@@ -1,12 +1,14 @@
 """Where requests are: in the queue, in a slot with pages, or leaving it when the steps in flight have finished.
 
 Keeps the one rule of running ahead: a slot and its pages are given to others only after the last planned step
-that touches them has finished. Knows nothing of policy: not who is placed, preempted or ended, nor why.
+that touches them has finished, and pages also only after the moves that refer to them have. Knows nothing of
+policy: not who is placed, preempted or ended, nor why.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from scheduler.kv_pages import PagePool
 from scheduler.plan import EngineCapacity, IterationPlan
@@ -26,6 +28,8 @@ class Residence:
         self.num_finished = 0  # and [0, num_finished) of them have finished
         self.num_preemptions = 0
         self._leaving: dict[int, list[int]] = {}  # step: slots that are free once it has finished
+        self._held: Counter[int] = Counter()  # references of moves to pages
+        self._returned: list[TrackedRequest] = []  # back in the queue, and nobody has looked at them yet
 
     def step_planned(self, plan: IterationPlan) -> None:
         """The plan touches its slots until it has finished."""
@@ -58,6 +62,43 @@ class Residence:
         self.slots.num_pages[slot] = len(request.pages)
         return pages
 
+    def start_load(self, slot: int, num_pages: int) -> list[int]:
+        """The slot gets so many more pages and waits until their contents have come."""
+        self.slots.state[slot] = SlotState.LOADING
+        return self.add_pages(slot, num_pages)
+
+    def end_load(self, slot: int, num_pages: int) -> None:
+        """The slot's first num_pages pages hold its tokens; it goes on from there, and its other pages are free."""
+        request, table = self.slots.request(slot), self.slots
+        self.pool.release(request.pages[num_pages:])
+        del request.pages[num_pages:]
+        request.num_published = table.num_pages[slot] = num_pages
+        table.computed[slot] = num_pages * table.page_size
+        table.state[slot] = SlotState.PREFILL
+
+    def withdraw(self, slot: int) -> None:
+        """From a slot that loads back to the queue; the load's own reference to its pages stays."""
+        assert self.slots.state[slot] == SlotState.LOADING, "only a load can be withdrawn"
+        self._to_queue(slot)
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """A move refers to these pages: they are given to nobody else before release_held()."""
+        self.pool.hold(pages)
+        self._held.update(pages)
+
+    def release_held(self, pages: Sequence[int]) -> None:
+        """Nothing of the move touches its pages any more."""
+        self.pool.release(pages)
+        self._held.subtract(pages)
+        for page in pages:
+            if not self._held[page]:
+                del self._held[page]
+
+    def take_returned(self) -> list[TrackedRequest]:
+        """Preempted requests that have come back to the queue since the last call and still wait there."""
+        returned, self._returned = self._returned, []
+        return returned
+
     def preempt(self, slot: int) -> int:
         """From a slot back to the queue; pages that become available later, if not all did at once."""
         request = self.slots.request(slot)
@@ -73,6 +114,8 @@ class Residence:
         slot = request.slot
         if slot < 0:
             self.waiting.remove(request)
+            if request in self._returned:
+                self._returned.remove(request)
             return
         leaves_already = self.slots.state[slot] == SlotState.PREEMPTED
         self.slots.state[slot] = SlotState.ENDED
@@ -96,19 +139,29 @@ class Residence:
         return in_flight
 
     def _vacate(self, slot: int) -> None:
-        comes_back = self.slots.state[slot] == SlotState.PREEMPTED
+        if self.slots.state[slot] == SlotState.PREEMPTED:
+            self._returned.append(self._to_queue(slot))
+        else:
+            self._empty(slot)
+
+    def _to_queue(self, slot: int) -> TrackedRequest:
+        request = self._empty(slot)
+        self.waiting.push(request)
+        return request
+
+    def _empty(self, slot: int) -> TrackedRequest:
         request = self.slots.vacate(slot)
         self.pool.release(request.pages)
         request.pages = []
-        if comes_back:
-            self.waiting.push(request)
+        return request
 
     def check_integrity(self) -> None:
         """Assert that queue, slots, pages and steps in flight agree."""
         self.slots.check_integrity()
         self.waiting.check_integrity()
         held = [request for request in self.slots.requests if request is not None]
-        self.pool.check_integrity(Counter(page for request in held for page in request.pages))
+        self.pool.check_integrity(self._held + Counter(page for request in held for page in request.pages))
+        assert all(request.slot < 0 for request in self._returned), "a request is both placed and back in the queue"
         leaving = sorted(slot for slots in self._leaving.values() for slot in slots)
         due = (self.slots.state >= SlotState.PREEMPTED).nonzero()[0].tolist()
         assert leaving == due, "a slot would be freed twice or never"

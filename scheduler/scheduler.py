@@ -5,7 +5,8 @@ devices or text.
 
 A request waits, is placed in a slot, has its known tokens prefilled in chunks, decodes one token per iteration
 and ends. Plans are made before the results of the plan before are known, so a slot and its pages are given to
-others only when the last planned step that touches them has finished.
+others only when the last planned step that touches them has finished. With a KV store, pages that it holds are
+loaded instead of computed, and pages that become full are given to it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from scheduler import batcher
 from scheduler.admission import Admission
+from scheduler.kv_transfer import KVTransfer
 from scheduler.latency_cap import LatencyCap
 from scheduler.memory_forecast import OutputLengths
 from scheduler.plan import (
@@ -28,6 +30,7 @@ from scheduler.plan import (
     EngineCapacity,
     IterationPlan,
     LoadReport,
+    MoveCounts,
     OutputBatch,
     RequestEnd,
     RequestStart,
@@ -36,7 +39,7 @@ from scheduler.plan import (
 )
 from scheduler.plan_draft import PlanDraft
 from scheduler.planner import Planner
-from scheduler.ports import ExecutorError
+from scheduler.ports import ExecutorError, PrefixStore
 from scheduler.request import FinishReason, NewRequest
 from scheduler.residence import Residence
 from scheduler.scheduler_config import SchedulerConfig
@@ -70,13 +73,20 @@ class _Tokens:
 
 
 _MAX_TOKEN_ID = 2**31 - 1
+_NO_MOVES = MoveCounts()
 _NO_TOKENS = _Tokens((), np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 class Scheduler:
     """All requests of one instance."""
 
-    def __init__(self, config: SchedulerConfig, capacity: EngineCapacity) -> None:
+    def __init__(self, config: SchedulerConfig, capacity: EngineCapacity, store: PrefixStore | None = None) -> None:
+        """store: where to ask for KV of earlier tokens; the executor must then carry out the plans' moves.
+
+        Raises ValueError for a store without prefix caching, which keeps account of what pages hold.
+        """
+        if store is not None and not config.enable_prefix_caching:
+            raise ValueError("a KV store needs prefix caching: set enable_prefix_caching, or use no store")
         self._config = config
         self._capacity = capacity
         self._page_size = capacity.page_size
@@ -86,8 +96,11 @@ class Scheduler:
         self._cap: LatencyCap | None = None
         if config.target_itl_s is not None:
             self._cap = LatencyCap([bucket.batch_tokens for bucket in capacity.buckets], config.target_itl_s)
-        admission = Admission(config, capacity, self._residence, self._lengths)
-        self._planner = Planner(config, capacity, self._residence, admission, self._cap)
+        self._transfer: KVTransfer | None = None
+        if store is not None:
+            self._transfer = KVTransfer(config.store, store, capacity, self._residence)
+        admission = Admission(config, capacity, self._residence, self._lengths, self._transfer)
+        self._planner = Planner(config, capacity, self._residence, admission, self._cap, self._transfer)
         self._requests: dict[str, TrackedRequest] = {}  # all that have not ended
         self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, id), also of ended ones
         self._num_arrivals = 0
@@ -108,6 +121,8 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[request.request_id] = tracked
         self._waiting.push(tracked)
+        if self._transfer is not None:
+            self._transfer.ask(tracked, now)
         if request.timeout_s is not None:
             heapq.heappush(self._deadlines, (now + request.timeout_s, tracked.arrival, request.request_id))
 
@@ -144,11 +159,14 @@ class Scheduler:
     # --- one iteration ---
 
     def plan(self, now: float) -> IterationPlan | None:
-        """The next iteration, or None when there is nothing to compute yet."""
+        """The next iteration, or None when there is nothing to compute or to move yet."""
         started = time.perf_counter()
         self._expire(now)
+        returned = self._residence.take_returned()
+        if self._transfer is not None:
+            self._transfer.update(returned, now)
         draft = self._planner.draft(now)
-        if not draft.num_rows:
+        if not draft.num_rows and not draft.moves and not self._must_hear_of_moves:
             return None
         bucket = batcher.smallest_bucket(self._capacity.buckets, draft.num_tokens)
         plan = draft.build(self._residence.num_planned, bucket)
@@ -169,6 +187,7 @@ class Scheduler:
         if result.step != plan.step or len(result.sampled) != np.count_nonzero(plan.samples):
             raise ExecutorError(f"step {plan.step} was answered by a result that is not its own")
         self._residence.step_finished()
+        counts = self._take_moves(result)
         self._learn_time(unfinished, result)
         starts = self._starts(unfinished.draft)
         wasted = int(plan.counts[self._slots.state[plan.slots] == SlotState.ENDED].sum())
@@ -178,7 +197,7 @@ class Scheduler:
         self._save_full_pages(plan)
         tokens = self._take_tokens(plan, result, now)
         self._residence.free_left()
-        return self._batch(tokens, _stats(unfinished, result, wasted, late), starts)
+        return self._batch(tokens, _stats(unfinished, result, wasted, late, counts), starts)
 
     def take_ends(self) -> OutputBatch | None:
         """Ends that no iteration has told yet (refused, cancelled, expired), or None."""
@@ -187,7 +206,17 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """Whether plan() has nothing to do until something is added. Plans may still be unfinished."""
-        return not self._requests
+        return not self._requests and (self._transfer is None or not self._transfer.is_busy)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether answers of the KV store are due: they come without anybody being told."""
+        return self._transfer is not None and self._transfer.is_asking
+
+    @property
+    def _must_hear_of_moves(self) -> bool:
+        """Whether moves are on the way and no plan is, whose result could tell of them."""
+        return self._transfer is not None and self._transfer.num_moving > 0 and not self._unfinished
 
     def load(self) -> LoadReport:
         """The state between two iterations."""
@@ -205,9 +234,17 @@ class Scheduler:
 
     # --- taking in a result ---
 
+    def _take_moves(self, result: StepResult) -> MoveCounts:
+        """Moves that have ended. Raises ExecutorError for one that was never asked for."""
+        if self._transfer is not None:
+            return self._transfer.finish(result.moves)
+        if result.moves:
+            raise ExecutorError("the result of a move came, and there is no KV store")
+        return _NO_MOVES
+
     def _learn_time(self, unfinished: _Unfinished, result: StepResult) -> None:
         """How long the step took between two tokens, where latency has a target."""
-        if self._cap is not None:
+        if self._cap is not None and len(unfinished.plan.slots):
             # Decodes had a row in the step before too: the device's wait for this one lies between their tokens.
             waited_s = result.idle_s if unfinished.plan.num_decodes else 0.0
             self._cap.record(unfinished.batch_tokens, waited_s + result.run_s)
@@ -226,6 +263,8 @@ class Scheduler:
                 new = slice(request.num_published, num_full)
                 self._pool.publish(request.pages[new], request.digests[new])
                 request.num_published = num_full
+                if self._transfer is not None:
+                    self._transfer.offer(request.digests[new])
 
     def _take_tokens(self, plan: IterationPlan, result: StepResult, now: float) -> _Tokens:
         """Append sampled tokens to their requests, and end those that this completes."""
@@ -248,7 +287,14 @@ class Scheduler:
         """Of the requests that the plan has started, those that have not ended since."""
         found = (self._requests.get(start.request_id) for start in draft.starts)
         return tuple(
-            RequestStart(each.request.request_id, each.num_cached, each.queue_s, each.num_preemptions)
+            RequestStart(
+                each.request.request_id,
+                each.num_cached,
+                each.queue_s,
+                each.num_preemptions,
+                each.num_cpu_cached,
+                each.num_ssd_cached,
+            )
             for each in found
             if each is not None
         )
@@ -279,10 +325,22 @@ class Scheduler:
         request_id = request.request.request_id
         del self._requests[request_id]
         self._ends.append(
-            RequestEnd(request_id, reason, num_output, request.num_cached, queue_s, request.num_preemptions, error)
+            RequestEnd(
+                request_id,
+                reason,
+                num_output,
+                request.num_cached,
+                queue_s,
+                request.num_preemptions,
+                error,
+                request.num_cpu_cached,
+                request.num_ssd_cached,
+            )
         )
         if num_output and reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._lengths.record(num_output)
+        if self._transfer is not None:
+            self._transfer.leave(request)
         self._residence.remove(request)
 
     # --- own invariants ---
@@ -290,6 +348,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that pages, slots, queue and steps in flight agree. For tests, after every step."""
         self._residence.check_integrity()
+        if self._transfer is not None:
+            self._transfer.check_integrity()
         with_slot = [request for request in self._requests.values() if request.slot >= 0]
         assert len(self._requests) == len(with_slot) + len(self._waiting), "a request is nowhere"
         assert len(with_slot) == np.count_nonzero(has_result(self._slots.state)), "a slot outlives its request"
@@ -297,7 +357,7 @@ class Scheduler:
         assert steps == list(range(self._residence.num_finished, self._residence.num_planned)), "a step is lost"
 
 
-def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: bool) -> StepStats:
+def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: bool, moves: MoveCounts) -> StepStats:
     plan, draft = unfinished.plan, unfinished.draft
     return StepStats(
         step=plan.step,
@@ -314,4 +374,7 @@ def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: b
         plan_s=unfinished.plan_s,
         idle_s=result.idle_s,
         run_s=result.run_s,
+        cpu_hits=draft.cpu_hits,
+        ssd_hits=draft.ssd_hits,
+        moves=moves,
     )

@@ -17,17 +17,18 @@ Int32 = NDArray[np.int32]
 
 
 class SlotState:
-    """Where a slot's request stands. The states PREFILL to DRAIN are live: its results still count.
+    """Where a slot's request stands. The states LOADING to DRAIN are live: its results still count.
 
     Plain numbers, not an Enum, which numpy would convert in each of many comparisons per iteration.
     """
 
     FREE: Final = 0
-    PREFILL: Final = 1  # known tokens are left to compute
-    DECODE: Final = 2  # one token per iteration
-    DRAIN: Final = 3  # all iterations that it needs are planned; the last result is on its way
-    PREEMPTED: Final = 4  # goes back to the queue when the iterations in flight that touch it have finished
-    ENDED: Final = 5  # has ended; iterations in flight may still touch its pages
+    LOADING: Final = 1  # pages are on their way from the KV store; nothing is planned for it until then
+    PREFILL: Final = 2  # known tokens are left to compute
+    DECODE: Final = 3  # one token per iteration
+    DRAIN: Final = 4  # all iterations that it needs are planned; the last result is on its way
+    PREEMPTED: Final = 5  # goes back to the queue when the iterations in flight that touch it have finished
+    ENDED: Final = 6  # has ended; iterations in flight may still touch its pages
 
 
 class SlotTable:
@@ -153,7 +154,11 @@ class SlotTable:
         assert request.prompt_len <= known <= request.limit, f"slot {slot}: tokens beyond the limit"
         assert pages == self.num_pages[slot], f"slot {slot}: pages miscounted"
         assert computed <= pages * self.page_size, f"slot {slot}: tokens without a page"
-        assert pages * self.page_size - computed < self.page_size, f"slot {slot}: more pages than it needs"
+        if self.state[slot] == SlotState.LOADING:
+            assert self.last_step[slot] < 0, f"slot {slot}: a row is planned while it loads"
+            assert pages * self.page_size < known, f"slot {slot}: nothing would be left to compute"
+        else:
+            assert pages * self.page_size - computed < self.page_size, f"slot {slot}: more pages than it needs"
         if self.state[slot] == SlotState.PREFILL:
             assert computed < known, f"slot {slot}: nothing to prefill"
         if self.state[slot] in (SlotState.DECODE, SlotState.DRAIN):
@@ -162,9 +167,9 @@ class SlotTable:
 
 def has_result(states: NDArray[np.int8]) -> NDArray[np.bool_]:
     """Whether what an iteration computed for slots of these states is kept."""
-    return (states >= SlotState.PREFILL) & (states <= SlotState.PREEMPTED)
+    return (states >= SlotState.LOADING) & (states <= SlotState.PREEMPTED)
 
 
 def is_live(states: NDArray[np.int8]) -> NDArray[np.bool_]:
     """Whether slots of these states have results that still count."""
-    return (states >= SlotState.PREFILL) & (states <= SlotState.DRAIN)
+    return (states >= SlotState.LOADING) & (states <= SlotState.DRAIN)

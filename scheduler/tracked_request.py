@@ -9,7 +9,20 @@ from array import array
 from dataclasses import dataclass, field
 
 from scheduler.kv_pages import page_digest, root_digest
+from scheduler.plan import StoreTier
 from scheduler.request import NewRequest
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """What the KV store has for a request: asked, then answered, then loading, then loaded; from its question on
+    until it starts."""
+
+    ticket: int
+    wait_until_s: float  # its request's start may be put off for the answer until then
+    tiers: tuple[StoreTier, ...] | None = None  # of the leading pages that the store holds; None: no answer yet
+    first_page: int = -1  # pages from this one on are loaded, or have been; -1: no load was planned
+    num_loaded: int = 0  # pages that the load has brought
 
 
 @dataclass(slots=True, eq=False)
@@ -26,9 +39,13 @@ class TrackedRequest:
     num_published: int = 0  # leading pages that the prefix cache knows
     slot: int = -1  # -1: it waits
     passes: int = 0  # requests that came later and were started before it
-    num_cached: int = 0  # prompt tokens from the prefix cache when it was first started
+    num_cached: int = 0  # prompt tokens from the GPU's prefix cache and the KV store when it was first started
+    num_cpu_cached: int = 0  # of those, from the store's CPU tier
+    num_ssd_cached: int = 0  # of those, from the store's SSD tier
     queue_s: float = -1.0  # from arrival to its first start; -1: never started
     num_preemptions: int = 0
+    fetch: Fetch | None = None  # None: the store was not asked, or is not needed any more
+    may_fetch: bool = True  # False after a load that took too long
 
     @property
     def prompt_len(self) -> int:

@@ -1,0 +1,69 @@
+"""Which full pages are still to be given to the KV store: each once, first come, first served, within bounds.
+
+Knows only digests; nothing of pages of the GPU, moves or the store's answers.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+
+
+class StoreBacklog:
+    """Digests that wait for their turn or are on the way, and those that need not be given again."""
+
+    def __init__(self, max_waiting: int, max_known: int) -> None:
+        self._max_waiting = max_waiting
+        self._max_known = max_known
+        self._waiting: deque[bytes] = deque()
+        self._pending: set[bytes] = set()  # waiting or on the way
+        self._known: OrderedDict[bytes, None] = OrderedDict()  # in the store, longest unheard of first
+        self.num_dropped = 0  # so far: for want of room, or gone before their turn
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def offer(self, digests: Iterable[bytes]) -> None:
+        """Pages that the store should have. The first pages of a chain are worth most: when full, new ones go."""
+        for digest in digests:
+            if digest in self._pending or digest in self._known:
+                continue
+            if len(self._waiting) < self._max_waiting:
+                self._waiting.append(digest)
+                self._pending.add(digest)
+            else:
+                self.num_dropped += 1
+
+    def take(self) -> bytes:
+        """The longest waiting one; it is on the way until stored(), failed() or drop() is called."""
+        return self._waiting.popleft()
+
+    def drop(self, digest: bytes) -> None:
+        """One that was taken cannot be given: its page is gone."""
+        self._pending.discard(digest)
+        self.num_dropped += 1
+
+    def failed(self, digests: Iterable[bytes]) -> None:
+        """These did not arrive; they may be offered again."""
+        self._pending.difference_update(digests)
+
+    def stored(self, digests: Iterable[bytes]) -> None:
+        """The store has these pages. Only so many are remembered; of others, a second copy may be given."""
+        for digest in digests:
+            self._pending.discard(digest)
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+        while len(self._known) > self._max_known:
+            self._known.popitem(last=False)
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """The store does not have these pages, or not any more."""
+        for digest in digests:
+            self._known.pop(digest, None)
+
+    def check_integrity(self) -> None:
+        """Assert the backlog's invariants."""
+        assert len(set(self._waiting)) == len(self._waiting), "a page waits twice"
+        assert self._pending.issuperset(self._waiting), "a page that waits is not pending"
+        assert len(self._waiting) <= self._max_waiting, "the backlog is too long"
+        assert len(self._known) <= self._max_known, "too many pages are remembered"
