@@ -38,7 +38,9 @@ class Residents:
         self._hits = array("B", [0])
         self._doomed: set[int] = set()  # dropped while pinned or held: they go with their last pin or hold
 
-    def __len__(self) -> int:
+    @property
+    def num_records(self) -> int:
+        """Records that can be found."""
         return len(self.lru)
 
     def fits(self, payload_bytes: int) -> bool:

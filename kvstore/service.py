@@ -247,10 +247,10 @@ class KVService:
             ssd = self.tiers.ssd
             return {
                 **self.counters.snapshot(),
-                "cpu_records": len(self.tiers.cpu),
+                "cpu_records": self.tiers.cpu.num_records,
                 "cpu_used_bytes": self.tiers.cpu.slabs.used_bytes,
                 "cpu_capacity_bytes": self.config.cpu_bytes,
-                "ssd_records": 0 if ssd is None else len(ssd),
+                "ssd_records": 0 if ssd is None else ssd.num_records,
                 "ssd_used_bytes": 0 if ssd is None else ssd.used_bytes,
                 "ssd_capacity_bytes": 0 if ssd is None else self.config.ssd_bytes,
                 "leases": len(self._reads) + len(self._writes),

@@ -76,8 +76,10 @@ class SsdTier:
         self._index = SsdIndex(folder, index_bytes - _SMALL_FILES_BYTES)
         self._restore()
 
-    def __len__(self) -> int:
-        return len(self._residents)
+    @property
+    def num_records(self) -> int:
+        """Records that can be found."""
+        return self._residents.num_records
 
     @property
     def used_bytes(self) -> int:
