@@ -167,7 +167,7 @@ async def _place(config: InstanceConfig, progress: Callable[[str], None]) -> Pla
         raise StartError(
             f"no node has the resources for an instance: {config.bundles} are needed on one node, "
             f"CPU {free.get('CPU', 0):g} and GPU {free.get('GPU', 0):g} are free in the cluster. "
-            "Add a node, or lower --tensor-parallel-size"
+            "Add a node, lower --tensor-parallel-size, or choose another --device"
         ) from None
     return group
 

@@ -34,6 +34,12 @@ def device_of(engine: EngineConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def check_device(engine: EngineConfig) -> None:
+    """For an instance on this machine. Raises ConfigError for a GPU where there is none."""
+    if device_of(engine) == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda: there is no CUDA GPU here: `nanoflow doctor` says what is missing, or use cpu")
+
+
 def worker_config(engine: EngineConfig) -> WorkerConfig:
     """What every rank needs."""
     device = device_of(engine)

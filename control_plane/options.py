@@ -225,7 +225,7 @@ def _read_file(path: Path, source: str, known: Sequence[Option]) -> dict[str, ob
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"{source}={path}: cannot be read: {reason}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{source}={path}: not valid YAML: {error}") from None
+        raise ConfigError(f"{source}={path}: not valid YAML: {' '.join(str(error).split())}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):

@@ -15,7 +15,7 @@ from typing import Any
 
 from control_plane.cluster import InstanceConfig, RayInstance, start_instance
 from control_plane.config import EngineConfig, ServerConfig
-from control_plane.engine import model_info, scheduler_config, worker_config
+from control_plane.engine import check_device, model_info, scheduler_config, worker_config
 from control_plane.exit_watchdog import exit_within
 from control_plane.frontend import Frontend
 from control_plane.grpc_admin import ServerInfo
@@ -42,6 +42,8 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
     """
     stop = asyncio.Event()
     _stop_on_signals(stop)
+    if not os.environ.get("RAY_ADDRESS"):
+        check_device(engine)
     intake = Intake.from_folder(engine.model, model_info(engine, server.served_model_name), limits)
     config = instance_config(engine, limits)
     bounds = check(config.worker)  # refuses what cannot run, before anything is started

@@ -264,6 +264,11 @@ def _capacity(
         raise CapacityError(
             f"max_model_len {wanted} does not fit into the KV cache of {holds} tokens: lower it, or give more memory"
         )
+    if holds < 2:
+        raise CapacityError(
+            f"the KV cache holds {holds} token, and a request needs two at least: give more pages or larger ones "
+            "(--num-gpu-blocks-override, --kv-cache-memory-bytes, --block-size)"
+        )
     return EngineCapacity(
         num_pages=shape.num_pages,
         page_size=shape.page_size,

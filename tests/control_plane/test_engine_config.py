@@ -7,7 +7,8 @@ import torch
 
 from control_plane.cluster import InstanceConfig
 from control_plane.config import EngineConfig
-from control_plane.engine import device_of, worker_config
+from control_plane.engine import check_device, device_of, worker_config
+from control_plane.options import ConfigError
 from scheduler.scheduler_config import SchedulerConfig
 
 
@@ -35,3 +36,14 @@ def test_each_rank_of_a_gpu_instance_asks_ray_for_one_gpu(tmp_path, device, gpus
     scheduler, *ranks = InstanceConfig(worker, SchedulerConfig(), 1.0).bundles
     assert "GPU" not in scheduler
     assert [rank.get("GPU") for rank in ranks] == [gpus, gpus]
+
+
+@pytest.mark.parametrize("has_gpu", [True, False])
+def test_a_gpu_that_is_not_here_is_refused_before_ray_is_asked(tmp_path, monkeypatch, has_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    if has_gpu:
+        check_device(EngineConfig(tmp_path, device="cuda"))
+    else:
+        with pytest.raises(ConfigError, match="no CUDA GPU"):
+            check_device(EngineConfig(tmp_path, device="cuda"))
+    check_device(EngineConfig(tmp_path, device="cpu"))

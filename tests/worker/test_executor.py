@@ -50,6 +50,7 @@ class TestLimits:
             ({"max_model_len": 100, "num_pages": 4}, "KV cache of 32 tokens"),
             ({"num_pages": None, "kv_cache_bytes": 100}, "does not hold one page"),
             ({"num_pages": 0}, "at least 1"),
+            ({"num_pages": 1, "page_size": 1}, "needs two at least"),
             ({"page_size": 0}, "at least 1"),
             ({"max_slots": 0}, "at least 1"),
             ({"max_batch_tokens": 0}, "at least 1"),
