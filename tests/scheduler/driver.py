@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import astuple
 
 from fake_executor import FakeExecutor, FakePending, expected_output
+from fake_store import FakeMover, FakeStore
 
-from scheduler.plan import Cancel, EngineCapacity, IterationPlan, OutputBatch, RequestEnd, RequestStart, StepStats
+from scheduler.plan import (
+    Cancel,
+    EngineCapacity,
+    IterationPlan,
+    MoveCounts,
+    OutputBatch,
+    RequestEnd,
+    RequestStart,
+    StepStats,
+)
 from scheduler.request import FinishReason, NewRequest
 from scheduler.scheduler import Scheduler, SchedulerConfig
 
@@ -14,10 +25,13 @@ from scheduler.scheduler import Scheduler, SchedulerConfig
 class Driver:
     """Integrity is checked after every call; outputs must come without gaps and end once."""
 
-    def __init__(self, capacity: EngineCapacity, config: SchedulerConfig | None = None) -> None:
+    def __init__(
+        self, capacity: EngineCapacity, config: SchedulerConfig | None = None, store: FakeStore | None = None
+    ) -> None:
         self.capacity = capacity
-        self.executor = FakeExecutor(capacity)
-        self.scheduler = Scheduler(config or SchedulerConfig(), capacity)
+        self.store = store
+        self.executor = FakeExecutor(capacity, store)
+        self.scheduler = Scheduler(config or SchedulerConfig(), capacity, store)
         self.now = 0.0
         self.requests: dict[str, NewRequest] = {}
         self.outputs: dict[str, list[int]] = defaultdict(list)
@@ -55,6 +69,9 @@ class Driver:
         self._flight = self._plan()
         if before is not None:
             self._finish(before)
+        if before is None and self._flight is None and self.store is not None and self.scheduler.is_asking:
+            self.now += 0.1  # nothing runs while all wait for the store's answers
+            return True
         return before is not None or self._flight is not None
 
     def land(self) -> None:
@@ -91,6 +108,21 @@ class Driver:
         load = self.scheduler.load()
         assert (load.num_running, load.num_waiting, load.num_waiting_tokens, load.live_pages) == (0, 0, 0, 0)
         assert load.free_pages + load.cached_pages == load.total_pages
+        if self.store is not None:
+            assert self.store.released == self.store.asked.keys(), "a ticket is never released"
+            assert self.executor.mover is not None
+            assert not self.executor.mover.copies, "a move is left"
+
+    @property
+    def mover(self) -> FakeMover:
+        """Of an executor with a store."""
+        assert self.executor.mover is not None
+        return self.executor.mover
+
+    def count_moves(self) -> MoveCounts:
+        """Of all steps together."""
+        columns = zip(*(astuple(stats.moves) for stats in self.stats))
+        return MoveCounts(*(sum(column) for column in columns))
 
     @property
     def num_preemptions(self) -> int:
@@ -133,7 +165,10 @@ class Driver:
             assert end.request_id not in self.ends, f"{end.request_id} ends twice"
             assert end.num_output_tokens == len(self.outputs[end.request_id])
             assert 0 <= end.num_cached_tokens <= max(0, len(self.requests[end.request_id].prompt_token_ids) - 1)
+            assert end.num_cpu_cached_tokens + end.num_ssd_cached_tokens <= end.num_cached_tokens
             if (start := self.starts.get(end.request_id)) is not None:
                 assert (start.num_cached_tokens, start.queue_s) == (end.num_cached_tokens, end.queue_s)
+                tiers = start.num_cpu_cached_tokens, start.num_ssd_cached_tokens
+                assert tiers == (end.num_cpu_cached_tokens, end.num_ssd_cached_tokens)
                 assert 0 <= end.num_preemptions - start.num_preemptions <= 1, "a preempted one has not come back"
             self.ends[end.request_id] = end

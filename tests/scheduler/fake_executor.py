@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from fake_store import FakeMover, FakeStore
 
-from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFault, StepResult
+from scheduler.plan import EngineCapacity, IterationPlan, MoveKind, ScheduleBucket, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from scheduler.request import NewRequest, SamplingParams
 
@@ -113,7 +114,7 @@ class FakeModel:
 
     def _check_shape(self, plan: IterationPlan) -> None:
         buckets = {bucket.id: bucket.batch_tokens for bucket in self.capacity.buckets}
-        assert 0 < plan.num_tokens <= buckets[plan.bucket]
+        assert plan.num_tokens <= buckets[plan.bucket]
         assert all(size < plan.num_tokens or size >= buckets[plan.bucket] for size in buckets.values())
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot has two rows"
         assert (plan.counts > 0).all()
@@ -178,8 +179,11 @@ class FakeExecutor:
     Refuses a plan that gives a slot, or writes a page, that another request's rows in flight may still touch.
     """
 
-    def __init__(self, capacity: EngineCapacity) -> None:
+    def __init__(self, capacity: EngineCapacity, store: FakeStore | None = None) -> None:
         self.model = FakeModel(capacity)
+        self.mover: FakeMover | None = None
+        if store is not None:
+            self.mover = FakeMover(store, (self.model.kv_token, self.model.kv_position, self.model.kv_salt))
         self._queued: list[IterationPlan] = []
         self._results: dict[int, StepResult] = {}
         self._tables: dict[int, dict[int, int]] = {}  # as of the last plan handed over
@@ -192,6 +196,10 @@ class FakeExecutor:
 
     def submit(self, plan: IterationPlan) -> FakePending:
         """Keep the plan until its result is asked for."""
+        assert plan.num_tokens or self.mover is not None, "a plan without rows or moves"
+        if self.mover is not None:
+            in_flight = [pages for step in self._touched.values() for pages in step.values()]
+            self.mover.start(plan, set().union(*in_flight))
         self._check_reuse(plan)
         self._queued.append(plan)
         return FakePending(self, plan)
@@ -200,7 +208,9 @@ class FakeExecutor:
         """The result of a step, running it and all before it."""
         while self._queued and self._queued[0].step <= step:
             plan = self._queued.pop(0)
-            self._results[plan.step] = self.model.run(plan)
+            result = self.model.run(plan)
+            moves = () if self.mover is None else self.mover.advance()
+            self._results[plan.step] = replace(result, moves=moves)
             del self._touched[plan.step]
         return self._results.pop(step)
 
@@ -219,7 +229,12 @@ class FakeExecutor:
             for touched in self._touched.values():
                 for other, pages in touched.items():
                     assert other == slot or not written & pages, "a page is reused too early"
+            if self.mover is not None:
+                assert not written & self.mover.pages_of(MoveKind.STORE), "a page is written while it is stored"
         self._touched[plan.step] = {slot: set(self._tables[slot].values()) for slot in plan.slots.tolist()}
+        if self.mover is not None:
+            touched = set().union(*self._touched[plan.step].values())
+            assert not touched & self.mover.pages_of(MoveKind.LOAD), "a row touches a page that loads"
 
 
 class ThreadedPending:

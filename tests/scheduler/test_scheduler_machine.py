@@ -2,12 +2,13 @@
 
 from driver import Driver
 from fake_executor import VOCAB, make_capacity, make_prompt, make_request
+from fake_store import FakeStore
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from scheduler.request import FinishReason
-from scheduler.scheduler import SchedulerConfig
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
 from scheduler.slot_table import SlotState
 
 STOPS = tuple(range(0, VOCAB, 9))  # about every ninth token ends a request
@@ -123,7 +124,80 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.driver.check_baseline()
 
 
-SchedulerMachine.TestCase.settings = settings(
+class StoreMachine(SchedulerMachine):
+    """The same with a KV store that is slow, fails, lies, forgets, hangs and comes back."""
+
+    @initialize(
+        page_size=st.integers(1, 4),
+        num_tokens=st.integers(16, 100),
+        max_slots=st.integers(1, 6),
+        batch_tokens=st.integers(1, 20),
+        max_passes=st.integers(0, 4),
+        lookahead=st.integers(1, 4),
+        policy=st.sampled_from(PrefetchPolicy),
+        pages_per_step=st.integers(0, 8),
+        backlog_pages=st.sampled_from([1, 4, 1000]),
+        known_pages=st.sampled_from([1, 1000]),
+        target_itl_s=st.sampled_from([None, None, 0.001]),
+    )
+    def start(
+        self,
+        page_size: int,
+        num_tokens: int,
+        max_slots: int,
+        batch_tokens: int,
+        max_passes: int,
+        lookahead: int,
+        policy: PrefetchPolicy,
+        pages_per_step: int,
+        backlog_pages: int,
+        known_pages: int,
+        target_itl_s: float | None,
+    ) -> None:
+        capacity = make_capacity(-(-num_tokens // page_size), page_size, max_slots, 40, batch_tokens)
+        store = StoreConfig(policy, 0.5, 2.0, 2.0, pages_per_step, backlog_pages, known_pages)
+        config = SchedulerConfig(True, 1000, max_passes, lookahead, target_itl_s=target_itl_s, store=store)
+        self.driver = Driver(capacity, config, FakeStore())
+        self.num_added = 0
+
+    @rule(delay=st.sampled_from([0, 0, 1, 3, None]), num_good=st.sampled_from([1000, 1000, 1, 0]))
+    def copy_otherwise(self, delay: int | None, num_good: int) -> None:
+        self.driver.mover.delay, self.driver.mover.num_good = delay, num_good
+
+    @rule(delay=st.sampled_from([0, 0, 1, 4, None]), num_lies=st.sampled_from([0, 0, 0, 1, 5]))
+    def answer_otherwise(self, delay: int | None, num_lies: int) -> None:
+        self.store.answer_delay, self.store.num_lies = delay, num_lies
+
+    @rule(share=st.sampled_from([2, 3, 1]), offset=st.integers(0, 2))
+    def evict(self, share: int, offset: int) -> None:
+        for digest in list(self.store.pages)[offset::share]:
+            del self.store.pages[digest]
+
+    @rule(share=st.sampled_from([2, 3, 1]))
+    def demote(self, share: int) -> None:
+        self.store.on_ssd.update(list(self.store.pages)[::share])
+
+    @rule()
+    def end_what_hangs(self) -> None:
+        for copy in self.driver.mover.copies.values():
+            copy.steps_left = 0
+
+    @property
+    def store(self) -> FakeStore:
+        assert self.driver.store is not None
+        return self.driver.store
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            for _ in range(60):  # hanging moves and all
+                self.driver.step()
+                self.driver.now += 0.1
+            self.driver.mover.heal()
+        super().teardown()
+
+
+StoreMachine.TestCase.settings = SchedulerMachine.TestCase.settings = settings(
     max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestSchedulerMachine = SchedulerMachine.TestCase
+TestStoreMachine = StoreMachine.TestCase

@@ -1,0 +1,55 @@
+"""What is still to be given to the store."""
+
+from scheduler.store_backlog import StoreBacklog
+
+A, B, C, D = (bytes([i]) for i in range(4))
+
+
+def take_all(backlog: StoreBacklog) -> list[bytes]:
+    return [backlog.take() for _ in range(len(backlog))]
+
+
+def test_each_page_once_in_order() -> None:
+    backlog = StoreBacklog(10, 10)
+    backlog.offer([A, B])
+    backlog.offer([B, C, A])
+    assert take_all(backlog) == [A, B, C]
+    backlog.offer([A])  # on its way
+    assert not len(backlog)
+    backlog.stored([A])
+    backlog.offer([A])
+    assert not len(backlog)
+    backlog.check_integrity()
+
+
+def test_what_failed_or_is_gone_from_the_store_may_come_again() -> None:
+    backlog = StoreBacklog(10, 10)
+    backlog.offer([A, B, C])
+    take_all(backlog)
+    backlog.stored([A, B])
+    backlog.failed([C])
+    backlog.forget([B, D])
+    backlog.offer([A, B, C])
+    assert take_all(backlog) == [B, C]
+
+
+def test_when_full_the_new_ones_are_dropped_and_counted() -> None:
+    backlog = StoreBacklog(2, 10)
+    backlog.offer([A, B, C, D])
+    assert backlog.num_dropped == 2
+    assert take_all(backlog) == [A, B]
+    backlog.offer([C])
+    assert take_all(backlog) == [C]
+    backlog.drop(C)
+    assert backlog.num_dropped == 3
+    backlog.offer([C])
+    assert take_all(backlog) == [C]
+
+
+def test_only_the_latest_are_remembered() -> None:
+    backlog = StoreBacklog(10, 2)
+    backlog.stored([A, B])
+    backlog.stored([A, C])
+    backlog.check_integrity()
+    backlog.offer([A, B, C])
+    assert take_all(backlog) == [B]
