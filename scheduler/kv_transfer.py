@@ -185,7 +185,7 @@ class KVTransfer:
     def _learn(self, digests: Sequence[bytes], num_held: int) -> None:
         """What an answer says. Where the store has lost pages that the GPU still holds, it gets them again."""
         held, missing = digests[:num_held], digests[num_held:]
-        self._backlog.stored(held)
+        self._backlog.learn(held)
         self._backlog.forget(missing)
         self.offer([digest for digest in missing if self._residence.pool.find(digest) is not None])
 

@@ -6,7 +6,7 @@ Knows only digests; nothing of pages of the GPU, moves or the store's answers.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class StoreBacklog:
@@ -47,10 +47,14 @@ class StoreBacklog:
         """These did not arrive; they may be offered again."""
         self._pending.difference_update(digests)
 
-    def stored(self, digests: Iterable[bytes]) -> None:
-        """The store has these pages. Only so many are remembered; of others, a second copy may be given."""
+    def stored(self, digests: Sequence[bytes]) -> None:
+        """These have arrived."""
+        self._pending.difference_update(digests)
+        self.learn(digests)
+
+    def learn(self, digests: Sequence[bytes]) -> None:
+        """The store has these pages. Only so many are remembered: others may be given once more."""
         for digest in digests:
-            self._pending.discard(digest)
             self._known[digest] = None
             self._known.move_to_end(digest)
         while len(self._known) > self._max_known:

@@ -48,8 +48,22 @@ def test_when_full_the_new_ones_are_dropped_and_counted() -> None:
 
 def test_only_the_latest_are_remembered() -> None:
     backlog = StoreBacklog(10, 2)
-    backlog.stored([A, B])
-    backlog.stored([A, C])
+    backlog.learn([A, B])
+    backlog.learn([A, C])
     backlog.check_integrity()
     backlog.offer([A, B, C])
     assert take_all(backlog) == [B]
+
+
+def test_what_is_heard_of_a_page_that_waits_changes_nothing() -> None:
+    """The store may hold it already, from another instance; it is given once, and may come again when that fails."""
+    backlog = StoreBacklog(10, 10)
+    backlog.offer([A])
+    backlog.learn([A])
+    backlog.forget([A])
+    backlog.offer([A])
+    backlog.check_integrity()
+    assert take_all(backlog) == [A]
+    backlog.failed([A])
+    backlog.offer([A])
+    assert take_all(backlog) == [A]
