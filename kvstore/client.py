@@ -175,15 +175,18 @@ class KVClient:
         return attached
 
     def _is_of(self, attached: _Attached, answer: Any) -> bool:
-        """Whether an answer came from the run whose arena is mapped; if not, the mapping and the lease are given up."""
+        """Whether a lease came from the run whose arena is mapped; one that did not is given back."""
         if answer.boot_id == attached.boot_id:
             return True
         self._release(answer.lease_id)
-        self.counters.add("restarts_noticed")
-        with self._lock:
-            if self._attached is attached:
-                self._attached = None  # unmapped when the last lease on it is gone
         return False
+
+    def _notice(self, boot_id: str) -> None:
+        """Give the mapping up if another run of the store answers; it goes when the last lease on it is gone."""
+        with self._lock:
+            if self._attached is not None and self._attached.boot_id != boot_id:
+                self._attached = None
+                self.counters.add("restarts_noticed")
 
     def _call(
         self,
@@ -211,6 +214,7 @@ class KVClient:
             self._failed("unavailable", str(error))
         else:
             self.breaker.succeeded()
+            self._notice(answer.boot_id)
             return answer
         return None
 

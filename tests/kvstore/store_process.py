@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from kvstore.arena import remove_abandoned
 from kvstore.breaker import BreakerConfig
 from kvstore.client import ClientConfig, KVClient
 
@@ -78,6 +79,7 @@ class StoreProcess:
             self.process.kill()
             self.process.wait(10)
         self.process.stdout.close()
+        remove_abandoned(Path("/dev/shm"))
 
     def client(self, **settings) -> KVClient:
         """A client that waits long enough for a busy machine."""

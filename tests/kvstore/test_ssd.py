@@ -1,0 +1,381 @@
+"""The SSD tier and what disks do to it: every fault is a miss and a number, never wrong bytes, never an exception."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import stat
+import subprocess
+from collections import OrderedDict
+
+import pytest
+from store_calls import Clock
+
+from kvstore.counters import Counters
+from kvstore.files import Files
+from kvstore.keys import StoreError
+from kvstore.record import payload_of, seal, slot_bytes_for
+from kvstore.ssd import COUNTERS, SsdTier
+from kvstore.ssd_index import index_bytes_for
+
+BUDGET = 1 << 20
+SEGMENT = 16 * 4096
+PAYLOAD = 3000
+CAPACITY = (BUDGET - index_bytes_for(BUDGET)) // 4096  # records
+
+
+def payload_for(key: bytes, size: int = PAYLOAD) -> bytes:
+    return random.Random(key).randbytes(size)
+
+
+class Tier:
+    """An SsdTier with puts and gets of whole records."""
+
+    def __init__(self, folder, files=None, budget=BUDGET):
+        self.counters = Counters(COUNTERS)
+        self.clock = Clock()
+        self.ssd = SsdTier(folder, budget, self.counters, SEGMENT, files, self.clock)
+
+    def put(self, key: bytes, size: int = PAYLOAD) -> bool:
+        slot = memoryview(bytearray(slot_bytes_for(size)))
+        payload_of(slot, size)[:] = payload_for(key, size)
+        seal(slot, key, size)
+        return self.ssd.write(key, slot, size)
+
+    def get(self, key: bytes) -> bool:
+        """Whether it is there; wrong bytes are an error of the test."""
+        size = self.ssd.payload_bytes(key)
+        if size is None:
+            return False
+        slot = memoryview(bytearray(slot_bytes_for(size)))
+        if not self.ssd.read(key, slot):
+            return False
+        assert payload_of(slot, size) == payload_for(key, size)
+        return True
+
+    def stop(self) -> None:
+        self.ssd.check_integrity()
+        self.ssd.close()
+
+
+def keys(count: int, prefix: str = "key") -> list[bytes]:
+    return [f"{prefix}-{number}".encode() for number in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "ssd"
+
+
+def filled(folder, count: int = 40) -> list[bytes]:
+    """A folder with records, left in order."""
+    tier = Tier(folder)
+    assert all(tier.put(key) for key in keys(count))
+    tier.stop()
+    return keys(count)
+
+
+def segments(folder):
+    return sorted(folder.glob("segment-*"))
+
+
+def disk_bytes(folder) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_the_least_recently_used_goes_first_and_the_budget_holds(folder):
+    tier, ideal, order = Tier(folder), OrderedDict(), random.Random(1)
+    for _ in range(1500):
+        key = b"key-%d" % order.randrange(2 * CAPACITY)
+        assert tier.get(key) == (key in ideal)
+        tier.put(key)
+        ideal[key] = None
+        ideal.move_to_end(key)
+        if len(ideal) > CAPACITY:
+            ideal.popitem(last=False)
+        assert disk_bytes(folder) <= BUDGET + 4096
+    assert tier.counters["ssd_evictions"] > 300
+    tier.stop()
+
+
+def test_a_restart_finds_the_records_and_their_order(folder):
+    tier = Tier(folder)
+    for key in keys(CAPACITY):
+        tier.put(key)
+    assert tier.get(keys(1)[0])
+    tier.stop()
+    tier = Tier(folder)
+    assert tier.counters["ssd_restored"] == CAPACITY
+    assert tier.put(b"one more")
+    assert tier.get(keys(1)[0]), "it was used last before the restart"
+    assert not tier.get(keys(2)[1])
+    tier.stop()
+
+
+def test_record_sizes_change_hands_within_the_budget(folder):
+    tier = Tier(folder)
+    for key in keys(2 * CAPACITY):
+        tier.put(key)
+    for key in keys(30, "large"):
+        assert tier.put(key, 30_000)
+        assert disk_bytes(folder) <= BUDGET + slot_bytes_for(30_000)
+    assert sum(tier.get(key) for key in keys(30, "large")) > 10
+    tier.stop()
+
+
+def test_a_smaller_budget_counts_what_it_finds(folder):
+    tier = Tier(folder, budget=4 * BUDGET)
+    for key in keys(700):
+        tier.put(key)
+    tier.stop()
+    assert disk_bytes(folder) > 2 * BUDGET
+    tier = Tier(folder, budget=BUDGET)
+    assert disk_bytes(folder) <= BUDGET + 4096
+    for key in keys(300, "new"):
+        tier.put(key)
+        assert disk_bytes(folder) <= BUDGET + 4096
+    assert tier.get(keys(300, "new")[-1])
+    tier.stop()
+
+
+def test_files_of_no_record_are_counted_and_removed(folder):
+    filled(folder)
+    (folder / "segment-000009.kv").write_bytes(bytes(3 * SEGMENT))
+    with segments(folder)[0].open("ab") as file:
+        file.write(bytes(SEGMENT))
+    tier = Tier(folder)
+    assert disk_bytes(folder) < 60 * 4096
+    assert all(map(tier.get, keys(40)))
+    tier.stop()
+
+
+def test_a_crash_between_data_and_index_loses_records_at_most(folder, tmp_path):
+    tier = Tier(folder)
+    for key in keys(CAPACITY):
+        tier.put(key)
+    tier.ssd.save_index()
+    for key in keys(50, "late"):  # written over slots of the oldest, but not in the index when the crash comes
+        tier.put(key)
+    shutil.copytree(folder, tmp_path / "after")
+    after = Tier(tmp_path / "after")
+    found = [after.get(key) for key in keys(CAPACITY)]
+    assert found == [False] * 50 + [True] * (CAPACITY - 50)
+    assert after.counters["ssd_corrupt"] == 50
+    assert not any(map(after.get, keys(50, "late")))
+    assert all(map(after.put, keys(50, "late")))
+    after.stop()
+    tier.stop()
+
+
+def test_bit_flips_are_misses_and_the_record_is_dropped(folder):
+    filled(folder)
+    flips = random.Random(2)
+    for path in segments(folder):
+        data = bytearray(path.read_bytes())
+        for start in range(0, len(data), 4096):
+            if flips.random() < 0.5:
+                data[start + 256 + flips.randrange(PAYLOAD)] ^= 1 << flips.randrange(8)
+        path.write_bytes(data)
+    tier = Tier(folder)
+    found = sum(map(tier.get, keys(40)))
+    assert 5 < found < 35
+    assert tier.counters["ssd_corrupt"] == 40 - found
+    assert sum(map(tier.get, keys(40))) == found
+    assert tier.counters["ssd_corrupt"] == 40 - found, "a dropped record is not read again"
+    tier.stop()
+
+
+def test_truncated_files_are_misses(folder):
+    filled(folder)
+    tier = Tier(folder)
+    for path in segments(folder):
+        os.truncate(path, path.stat().st_size // 2 + 100)
+    assert 0 < sum(map(tier.get, keys(40))) < 30
+    assert tier.counters["ssd_corrupt"] > 10
+    tier.stop()
+
+
+def test_files_cut_off_before_the_start_are_discarded(folder):
+    filled(folder)
+    os.truncate(segments(folder)[0], 5000)
+    tier = Tier(folder)
+    assert tier.counters["ssd_discarded"] == 15
+    assert sum(map(tier.get, keys(40))) == 25
+    tier.stop()
+
+
+def test_swapped_files_are_misses(folder):
+    filled(folder)
+    first, second, *_ = segments(folder)
+    first.rename(folder / "other")
+    second.rename(first)
+    (folder / "other").rename(second)
+    tier = Tier(folder)
+    assert sum(map(tier.get, keys(40))) == 8
+    assert tier.counters["ssd_corrupt"] == 32
+    tier.stop()
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_deleted_files_are_misses(folder, running):
+    filled(folder)
+    if running:
+        tier = Tier(folder)
+    for path in segments(folder):
+        path.unlink()
+    if not running:
+        tier = Tier(folder)
+    assert not any(map(tier.get, keys(40)))
+    assert tier.counters["ssd_read_errors" if running else "ssd_discarded"] == 40
+    assert all(map(tier.put, keys(40)))
+    assert all(map(tier.get, keys(40)))
+    tier.stop()
+
+
+def test_a_deleted_folder_is_no_worse(folder):
+    filled(folder)
+    tier = Tier(folder)
+    shutil.rmtree(folder)
+    assert not any(map(tier.get, keys(40)))
+    assert not tier.put(b"new")
+    assert tier.counters["ssd_write_errors"] == 1
+    tier.ssd.save_index()
+    tier.ssd.close()
+    assert Tier(folder).put(b"new")
+
+
+@pytest.mark.parametrize("harm", ["gone", "cut", "empty", "noise", "large"])
+def test_a_harmed_index_costs_the_records_only(folder, harm):
+    filled(folder)
+    index = folder / "index.mdb"
+    if harm == "gone":
+        index.unlink()
+    elif harm == "large":
+        with index.open("ab") as file:
+            file.truncate(64 << 20)
+    else:
+        keep = {"cut": 12_000, "empty": 0, "noise": 0}[harm]
+        index.write_bytes(index.read_bytes()[:keep] + (os.urandom(50_000) if harm == "noise" else b""))
+    tier = Tier(folder)
+    assert tier.ssd.num_records == 0
+    assert disk_bytes(folder) <= BUDGET
+    assert all(map(tier.put, keys(40)))
+    tier.stop()
+    assert all(map(Tier(folder).get, keys(40)))
+
+
+def test_an_index_in_whose_loading_a_process_died_is_not_tried_again(folder):
+    filled(folder)
+    (folder / "index.loading").touch()
+    tier = Tier(folder)
+    assert tier.ssd.num_records == 0
+    assert not (folder / "index.loading").exists()
+    tier.stop()
+
+
+class FaultyFiles(Files):
+    """A disk that fails as told."""
+
+    fault: int | None = None  # an errno
+
+    def read(self, path, offset, into):
+        self._fail()
+        return super().read(path, offset, into)
+
+    def write(self, path, offset, data):
+        if self.fault is not None:
+            super().write(path, offset, data[: len(data) // 2])  # as much as fitted
+        self._fail()
+        super().write(path, offset, data)
+
+    def _fail(self):
+        if self.fault is not None:
+            raise OSError(self.fault, os.strerror(self.fault))
+
+
+@pytest.mark.parametrize("fault", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.EDQUOT])
+def test_failed_writes_are_not_visible_and_not_repeated_at_once(folder, fault):
+    files = FaultyFiles()
+    tier = Tier(folder, files)
+    tier.put(b"before")
+    files.fault = fault
+    assert not tier.put(b"failed")
+    assert not tier.put(b"not tried")
+    assert tier.counters["ssd_write_errors"] == 1
+    assert tier.counters["ssd_writes_suspended"] == 1
+    files.fault = None
+    assert tier.get(b"before")
+    assert not tier.get(b"failed")
+    tier.clock.now += 60
+    assert tier.put(b"failed")
+    assert tier.get(b"failed")
+    tier.stop()
+
+
+def test_failed_reads_are_misses(folder):
+    filled(folder)
+    files = FaultyFiles()
+    tier = Tier(folder, files)
+    files.fault = errno.EIO
+    assert not any(map(tier.get, keys(10)))
+    assert tier.counters["ssd_read_errors"] == 10
+    files.fault = None
+    assert not any(map(tier.get, keys(10))), "dropped: nobody knows what the disk would give"
+    assert all(map(tier.get, keys(40)[10:]))
+    tier.stop()
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("mounting needs privileges: the same faults are injected in other tests")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk(small_disk):
+    tier = Tier(small_disk / "ssd", budget=8 * BUDGET)
+    for key in keys(400):
+        tier.put(key)
+        tier.clock.now += 60  # try each of them
+    assert tier.counters["ssd_write_errors"] > 50
+    tier.ssd.save_index()
+    visible = sum(map(tier.get, keys(400)))
+    assert 100 < visible < 256
+    tier.stop()
+
+
+def test_what_is_not_whole_is_not_written(folder):
+    tier = Tier(folder)
+    slot = memoryview(bytearray(4096))
+    seal(slot, b"key", PAYLOAD)
+    slot[300] ^= 1
+    assert not tier.ssd.write(b"key", slot, PAYLOAD)
+    assert not tier.get(b"key")
+    assert tier.counters["ssd_writes_refused"] == 1
+    tier.stop()
+
+
+def test_folder_and_files_are_for_their_owner_only(folder):
+    folder.mkdir(mode=0o755)
+    umask = os.umask(0)
+    try:
+        filled(folder)
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+
+
+def test_two_stores_do_not_share_a_folder(folder):
+    tier = Tier(folder)
+    with pytest.raises(StoreError, match="in use by another store"):
+        Tier(folder)
+    tier.stop()
+    Tier(folder).stop()
