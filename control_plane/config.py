@@ -14,7 +14,7 @@ from pathlib import Path
 from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
-from kvstore.settings import ListenConfig, StoreConfig
+from kvstore.settings import KVServiceConfig, ListenConfig
 from scheduler.scheduler_config import SchedulerConfig
 from worker.config import CPU_KV_CACHE_BYTES, DEVICE_DEFAULTS, WorkerConfig
 
@@ -208,19 +208,19 @@ class KVStoreOptions:
     )
     ssd_after_hits: int = option(
         "Hits after which a record is copied to SSD; 0: every record, when it is put.",
-        default=default_of(StoreConfig, "ssd_after_hits"),
+        default=default_of(KVServiceConfig, "ssd_after_hits"),
         low=0,
         high=255,
     )
     slab_bytes: int | None = option(
         "Bytes of the CPU tier that hold records of one size, so also the largest record.",
-        default=default_of(StoreConfig, "slab_bytes"),
+        default=default_of(KVServiceConfig, "slab_bytes"),
         low=4096,
         unset="a 64th of the tier, at least 16 MiB",
     )
     store_lease: float = option(
         "Seconds that a client may read or write records before the store takes them back.",
-        default=default_of(StoreConfig, "lease_s"),
+        default=default_of(KVServiceConfig, "lease_s"),
         low=0.1,
         high=3600,
     )

@@ -21,7 +21,7 @@ from control_plane.exit_watchdog import exit_within
 from control_plane.flags import configured
 from control_plane.options import ConfigError
 from kvstore.keys import StoreError
-from kvstore.settings import ListenConfig, StoreConfig
+from kvstore.settings import KVServiceConfig, ListenConfig
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ def kvstore(store: KVStoreOptions, log_options: LogConfig) -> None:
     raise typer.Exit(code)
 
 
-def store_config(options: KVStoreOptions) -> StoreConfig:
+def store_config(options: KVStoreOptions) -> KVServiceConfig:
     """What the store keeps."""
-    return StoreConfig(
+    return KVServiceConfig(
         cpu_bytes=options.cpu_bytes,
         ssd_dir=options.ssd_dir,
         ssd_bytes=options.ssd_bytes,
@@ -79,7 +79,7 @@ def default_socket() -> Path:
     return Path(f"/tmp/nanoflow-{os.geteuid()}/kvstore.sock")
 
 
-async def run(store: StoreConfig, listen: ListenConfig, options: KVStoreOptions) -> int:
+async def run(store: KVServiceConfig, listen: ListenConfig, options: KVStoreOptions) -> int:
     """Serve until SIGTERM or SIGINT; the exit code. Raises StoreError."""
     from kvstore.server import StoreServer
     from kvstore.service import KVService

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 log = logging.getLogger(__name__)
@@ -17,6 +19,7 @@ class Background:
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:
         self._jobs: queue.Queue[Job | None] = queue.Queue(max_waiting)
+        self._drop_from = math.inf  # by time.monotonic: jobs that start later are dropped
         self._threads = [
             threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
         ]
@@ -41,20 +44,23 @@ class Background:
         self._jobs.join()
 
     def close(self, timeout_s: float) -> bool:
-        """Do what was submitted, then end; whether that was done in time."""
+        """Work on for half of timeout_s, drop what still waits then, and end; whether all threads have."""
+        deadline = time.monotonic() + timeout_s
+        self._drop_from = time.monotonic() + timeout_s / 2
         for _ in self._threads:
             try:
                 self._jobs.put(None, timeout=timeout_s)
             except queue.Full:
                 return False
         for thread in self._threads:
-            thread.join(timeout_s)
+            thread.join(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job()
+                if time.monotonic() < self._drop_from:
+                    job()
             except Exception:  # a thread that died would end the tier
                 log.exception("a background job failed")
             finally:

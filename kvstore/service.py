@@ -25,7 +25,7 @@ from kvstore.files import Files
 from kvstore.keys import InvalidCallError, KVBlock, KVKey, Tier
 from kvstore.leases import Leases
 from kvstore.record import HEADER_BYTES, read_header
-from kvstore.settings import StoreConfig
+from kvstore.settings import KVServiceConfig
 from kvstore.ssd import SsdTier
 from kvstore.tiers import Tiers
 
@@ -97,7 +97,7 @@ class KVService:
     """One store. `close` when done."""
 
     def __init__(
-        self, config: StoreConfig, clock: Callable[[], float] = time.monotonic, files: Files | None = None
+        self, config: KVServiceConfig, clock: Callable[[], float] = time.monotonic, files: Files | None = None
     ) -> None:
         """Raises StoreError if there is not the memory, or the folder cannot be used."""
         config.check()

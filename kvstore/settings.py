@@ -14,7 +14,7 @@ _MAX_SOCKET_PATH_BYTES = 107  # of Linux
 
 
 @dataclass(frozen=True, slots=True)
-class StoreConfig:
+class KVServiceConfig:
     """Sizes and policies of one store."""
 
     cpu_bytes: int  # of the arena

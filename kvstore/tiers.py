@@ -29,8 +29,8 @@ COUNTERS = (
     "promotions_dropped",  # too many were waiting, or no room in the CPU tier
     "promotions_failed",  # the record was not there, or not whole
 )
-_MAX_WAITING_WRITES = 64
-_MAX_WAITING_READS = 256
+_MAX_WAITING_WRITES = 65536  # keys only: nothing is kept in memory for them
+_MAX_WAITING_READS = 16384  # each has its room in the CPU tier
 
 Slots = Callable[[int, int], memoryview]  # offset and bytes to the arena's bytes
 
@@ -145,7 +145,10 @@ class Tiers:
                 queue.finish()
 
     def close(self, timeout_s: float) -> bool:
-        """End the background, then the SSD tier; whether that was done in time. The caller must not hold the lock."""
+        """End the background, then the SSD tier; whether that was done in time. The caller must not hold the lock.
+
+        Copies that still wait get half of the time.
+        """
         queues = [queue for queue in (self._readers, self._writer) if queue is not None]
         closed = [queue.close(timeout_s) for queue in queues]  # each of them, whatever the others did
         in_time = all(closed)

@@ -15,7 +15,7 @@ from store_calls import Clock, fill, get, put
 from kvstore.keys import Tier
 from kvstore.record import is_whole, payload_of, slot_bytes_for
 from kvstore.service import KVService
-from kvstore.settings import StoreConfig
+from kvstore.settings import KVServiceConfig
 
 SLOTS = 16  # 64 KiB, the least that a store may have
 SLOT = 4096
@@ -34,7 +34,7 @@ class AgainstTheIdeal(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        config = StoreConfig(SLOTS * SLOT, slab_bytes=4 * SLOT, lease_s=LEASE_S, quarantine_s=QUARANTINE_S)
+        config = KVServiceConfig(SLOTS * SLOT, slab_bytes=4 * SLOT, lease_s=LEASE_S, quarantine_s=QUARANTINE_S)
         self.service = KVService(config, self.clock)
         self.order: OrderedDict[bytes, None] = OrderedDict()  # unpinned, oldest first
         self.reads: list[tuple[float, int, list[bytes]]] = []  # deadline, lease, keys
@@ -190,7 +190,7 @@ class TwoTiersNeverWrong(RuleBasedStateMachine):
 
     def new(self) -> KVService:
         return KVService(
-            StoreConfig(
+            KVServiceConfig(
                 SLOTS * SLOT,
                 ssd_dir=self.folder,
                 ssd_bytes=self.SSD_BYTES,

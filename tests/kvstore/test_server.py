@@ -1,0 +1,168 @@
+"""Who may call, and what calls can never be right."""
+
+from __future__ import annotations
+
+import os
+
+import grpc
+import pytest
+import trustme
+
+from kvstore.client import ClientConfig, KVClient
+from kvstore.keys import StoreError
+from kvstore.pb import kvstore_pb2 as pb
+from kvstore.pb import kvstore_pb2_grpc as rpc
+from kvstore.server import StoreServer
+from kvstore.service import KVService
+from kvstore.settings import KVServiceConfig, ListenConfig
+
+METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["KVStore"].methods]
+
+
+@pytest.fixture
+def service():
+    service = KVService(KVServiceConfig(cpu_bytes=1 << 16))
+    yield service
+    assert service.close()
+
+
+@pytest.fixture
+async def serve(service):
+    """Starts a server; its address."""
+    servers = []
+
+    async def start(**listen) -> str:
+        server = StoreServer(service, ListenConfig(**listen))
+        servers.append(server)
+        return await server.start()
+
+    yield start
+    for server in servers:
+        await server.stop(0)
+
+
+async def codes(channel, metadata=()) -> dict[str, str]:
+    """The status of each method, called with an empty request."""
+    found = {}
+    for name in METHODS:
+        call = channel.unary_unary(f"/nanoflow.kvstore.v1.KVStore/{name}", response_deserializer=bytes)
+        try:
+            await call(b"", timeout=5, metadata=metadata)
+            found[name] = "OK"
+        except grpc.aio.AioRpcError as error:
+            found[name] = error.code().name
+    return found
+
+
+@pytest.mark.parametrize(
+    ("metadata", "status"),
+    [
+        ((), "UNAUTHENTICATED"),
+        ((("authorization", "Bearer wrong"),), "UNAUTHENTICATED"),
+        ((("authorization", "Basic secret"),), "UNAUTHENTICATED"),
+        ((("authorization", ""),), "UNAUTHENTICATED"),
+        ((("authorization", "Bearer secret"),), "OK"),
+    ],
+)
+async def test_with_a_token_every_method_wants_it(serve, metadata, status):
+    address = await serve(token="secret")
+    async with grpc.aio.insecure_channel(address) as channel:
+        found = await codes(channel, metadata)
+        if status == "OK":
+            assert found.pop("Reserve") == "INVALID_ARGUMENT"  # no payload_bytes
+        assert set(found.values()) == {status}
+
+
+async def test_with_certificates_every_client_needs_one(serve, tmp_path):
+    authority = trustme.CA()
+    mine, clients = authority.issue_cert("localhost"), authority.issue_cert("client")
+    key, chain, roots = (tmp_path / name for name in ("key.pem", "chain.pem", "roots.pem"))
+    mine.private_key_pem.write_to_path(str(key))
+    mine.cert_chain_pems[0].write_to_path(str(chain))
+    authority.cert_pem.write_to_path(str(roots))
+    address = await serve(ssl_keyfile=key, ssl_certfile=chain, ssl_ca_certs=roots)
+    port = address.rpartition(":")[2]
+    pair = (clients.private_key_pem.bytes(), clients.cert_chain_pems[0].bytes())
+    for given, status in (((None, None), "UNAVAILABLE"), (pair, "OK")):
+        credentials = grpc.ssl_channel_credentials(roots.read_bytes(), *given)
+        async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
+            assert (await codes(channel))["Stats"] == status
+
+
+@pytest.mark.parametrize(
+    ("listen", "message"),
+    [
+        ({}, "needs a token or certificates"),
+        ({"token": ""}, "needs a token or certificates"),
+        ({"token": "secret", "ssl_keyfile": "key.pem"}, "TLS needs all of"),
+        ({"socket": "/tmp/" + "x" * 120}, "longer than"),
+    ],
+)
+def test_listening_openly_or_impossibly_is_refused(service, listen, message):
+    from pathlib import Path
+
+    listen = {name: Path(value) if name in ("socket", "ssl_keyfile") else value for name, value in listen.items()}
+    with pytest.raises(StoreError, match=message):
+        StoreServer(service, ListenConfig(**listen))
+
+
+async def test_a_socket_in_a_folder_open_to_others_is_refused(serve, tmp_path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(StoreError, match="chmod 700"):
+        await serve(socket=folder / "kv.sock")
+
+
+async def test_a_port_that_is_taken_is_a_users_error(serve):
+    address = await serve(token="secret")
+    with pytest.raises(StoreError, match="cannot listen"):
+        await serve(token="secret", port=int(address.rpartition(":")[2]))
+
+
+async def test_a_dead_ones_socket_is_replaced(serve, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    (folder / "kv.sock").touch()
+    address = await serve(socket=folder / "kv.sock")
+    async with grpc.aio.insecure_channel(address) as channel:
+        assert (await codes(channel))["Stats"] == "OK"
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [pb.LookupRequest(keys=[b""]), pb.LookupRequest(keys=[b"x" * 129]), pb.LookupRequest(keys=[b"k"] * 16385)],
+)
+async def test_impossible_keys_are_invalid_arguments(serve, request_):
+    address = await serve(token="secret")
+    async with grpc.aio.insecure_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rpc.KVStoreStub(channel).Lookup(request_, metadata=(("authorization", "Bearer secret"),))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details()
+
+
+async def test_bytes_that_are_no_message_leave_it_serving(serve):
+    address = await serve(token="secret")
+    metadata = (("authorization", "Bearer secret"),)
+    async with grpc.aio.insecure_channel(address) as channel:
+        for name in METHODS:
+            call = channel.unary_unary(f"/nanoflow.kvstore.v1.KVStore/{name}", response_deserializer=bytes)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call(b"\xff" + os.urandom(50), timeout=5, metadata=metadata)
+        assert (await codes(channel, metadata))["Stats"] == "OK"
+
+
+async def test_a_client_without_the_token_gets_misses(serve):
+    import asyncio
+
+    address = await serve(token="secret")
+    stranger = KVClient(ClientConfig(address, call_timeout_s=2.0))
+    friend = KVClient(ClientConfig(address, call_timeout_s=2.0, token="secret"))
+    assert not await asyncio.to_thread(stranger.put, b"key", b"payload")
+    assert stranger.counters["errors"] == 1
+    assert await asyncio.to_thread(friend.put, b"key", b"payload")
+    assert await asyncio.to_thread(friend.get, b"key") == b"payload"
+    assert await asyncio.to_thread(stranger.get, b"key") is None
+    stranger.close()
+    friend.close()
