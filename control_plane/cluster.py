@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -26,6 +27,7 @@ from scheduler.plan import Cancel, EngineCapacity, OutputBatch
 from scheduler.request import NewRequest
 from scheduler.scheduler_config import SchedulerConfig
 from worker.actor import WorkerActor
+from worker.backend import open_prefix_store
 from worker.config import WorkerConfig
 
 logger = logging.getLogger(__name__)
@@ -133,7 +135,11 @@ async def start_instance(name: str, config: InstanceConfig, progress: Callable[[
         rendezvous = await _wait(workers[0].rendezvous.remote())
         capacity = await _load(workers, rendezvous, progress)
         scheduler = SchedulerActor.options(num_cpus=1, max_restarts=0, scheduling_strategy=_in(group, 0)).remote(
-            config.scheduler, capacity, workers, config.step_timeout_s
+            config.scheduler,
+            capacity,
+            workers,
+            config.step_timeout_s,
+            partial(open_prefix_store, config.worker) if config.worker.kv_store else None,
         )
         actors.append(scheduler)
         await _wait(scheduler.start.remote())

@@ -15,7 +15,8 @@ from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
 from kvstore.settings import KVServiceConfig, ListenConfig
-from scheduler.scheduler_config import SchedulerConfig
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig
+from scheduler.scheduler_config import StoreConfig as StoreUse
 from worker.config import CPU_KV_CACHE_BYTES, DEVICE_DEFAULTS, WorkerConfig
 
 
@@ -105,6 +106,19 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         "Keep KV pages of earlier prompts and reuse them.",
         default=default_of(SchedulerConfig, "enable_prefix_caching"),
+    )
+    kv_store: str | None = option(
+        "Address of a running `nanoflow kvstore` that keeps KV of earlier tokens: unix:/path/of/its/socket.",
+        default=None,
+        unset="no store",
+    )
+    kv_store_policy: str = option(
+        "Whether a request whose turn has come waits for the KV store's answer.",
+        default=StoreUse().policy.value,
+        choices=tuple(policy.value for policy in PrefetchPolicy),
+    )
+    kv_store_timeout: float = option(
+        "Seconds that it then waits at most, with the policy timeout.", default=StoreUse().timeout_s, low=0
     )
     nano_batches: int = option(
         "Nano-batches that each iteration is split into; 1 is sequential.",

@@ -20,8 +20,8 @@ from scheduler.loop import EngineLoop
 from scheduler.plan import OutputBatch
 from scheduler.ports import Executor
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import SchedulerConfig
-from worker.backend import open_executor
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
+from worker.backend import open_executor, open_prefix_store
 from worker.config import DEVICE_DEFAULTS, WorkerConfig
 
 Progress = Callable[[str, float], None]  # a step, and how much of it is done
@@ -57,6 +57,7 @@ def worker_config(engine: EngineConfig) -> WorkerConfig:
         num_pages=engine.num_gpu_blocks_override,
         kv_cache_bytes=engine.kv_cache_memory_bytes,
         gpu_memory_utilization=engine.gpu_memory_utilization,
+        kv_store=_store_address(engine),
         expected_input_len=engine.expected_input_len,
         expected_output_len=engine.expected_output_len,
         nano_batches=engine.nano_batches,
@@ -75,7 +76,11 @@ def single_rank_config(engine: EngineConfig) -> WorkerConfig:
 def scheduler_config(engine: EngineConfig, max_waiting: int = 0) -> SchedulerConfig:
     """What the scheduler needs; it takes at least max_waiting requests, which the front end bounds."""
     target_itl_s = None if engine.target_itl_ms is None else 1e-3 * engine.target_itl_ms
-    config = SchedulerConfig(enable_prefix_caching=engine.enable_prefix_caching, target_itl_s=target_itl_s)
+    config = SchedulerConfig(
+        enable_prefix_caching=engine.enable_prefix_caching,
+        target_itl_s=target_itl_s,
+        store=StoreConfig(policy=PrefetchPolicy(engine.kv_store_policy), timeout_s=engine.kv_store_timeout),
+    )
     return replace(config, max_waiting=max(config.max_waiting, max_waiting))
 
 
@@ -96,7 +101,9 @@ def make_loop(
     engine: EngineConfig, executor: Executor, emit: Callable[[OutputBatch], None], max_waiting: int = 0
 ) -> EngineLoop:
     """The loop over an executor, one iteration ahead."""
-    scheduler = Scheduler(scheduler_config(engine, max_waiting), executor.capacity)
+    worker = worker_config(engine)
+    store = open_prefix_store(worker) if worker.kv_store else None
+    scheduler = Scheduler(scheduler_config(engine, max_waiting), executor.capacity, store)
     return EngineLoop(scheduler, executor, emit, engine.step_timeout)
 
 
@@ -106,6 +113,16 @@ async def start_local_instance(engine: EngineConfig, progress: Progress) -> Loca
     return LocalInstance(
         "local", executor.capacity, lambda emit: make_loop(engine, executor, emit), release=executor.close
     )
+
+
+def _store_address(engine: EngineConfig) -> str | None:
+    if engine.kv_store is None:
+        return None
+    if not engine.enable_prefix_caching:
+        raise ConfigError("kv-store needs prefix caching: leave enable-prefix-caching on, or kv-store out")
+    if engine.tensor_parallel_size != 1:
+        raise ConfigError("kv-store works with tensor-parallel-size 1 only, so far")
+    return engine.kv_store
 
 
 def _or(value: int | None, default: int) -> int:

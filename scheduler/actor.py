@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
 
 from scheduler.loop import EngineLoop
 from scheduler.plan import Cancel, EngineCapacity, IterationPlan, OutputBatch, StepResult
-from scheduler.ports import ExecutorError
+from scheduler.ports import ExecutorError, PrefixStore
 from scheduler.request import NewRequest
 from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import SchedulerConfig
@@ -77,14 +77,22 @@ class SchedulerService:
     """The scheduler's loop in a thread, with an asynchronous face. Becomes an actor by `SchedulerActor`."""
 
     def __init__(
-        self, config: SchedulerConfig, capacity: EngineCapacity, workers: Sequence[Any], step_timeout_s: float
+        self,
+        config: SchedulerConfig,
+        capacity: EngineCapacity,
+        workers: Sequence[Any],
+        step_timeout_s: float,
+        open_store: Callable[[], PrefixStore] | None = None,
     ) -> None:
         self._outputs: list[OutputBatch] = []
         self._news = asyncio.Event()
         self._error: ExecutorError | None = None
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._loop = EngineLoop(
-            Scheduler(config, capacity), RayExecutor(workers, capacity), self._emit, step_timeout_s=step_timeout_s
+            Scheduler(config, capacity, open_store() if open_store else None),
+            RayExecutor(workers, capacity),
+            self._emit,
+            step_timeout_s=step_timeout_s,
         )
 
     async def start(self) -> None:

@@ -12,8 +12,10 @@ from scheduler.ports import Executor
 from worker import cuda_loading
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.executor import LocalExecutor, Worker
+from worker.executor import LocalExecutor, Worker, page_identities
 from worker.memory_need import check_memory
+from worker.store_client import open_store
+from worker.store_prefixes import StorePrefixes
 from worker.weights import Progress
 
 
@@ -43,6 +45,11 @@ def check_memory_here(config: WorkerConfig) -> None:
     if config.device != "cuda":
         worker = Worker(config)
         check_memory(config, worker.spec, worker.capacity)
+
+
+def open_prefix_store(config: WorkerConfig) -> StorePrefixes:
+    """What the scheduler asks of the KV store that the configuration names."""
+    return StorePrefixes(open_store(config), page_identities(config))
 
 
 def open_executor(

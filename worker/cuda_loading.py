@@ -201,6 +201,8 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
         raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
     if config.nano_batches != 1 or config.schedule_files:
         raise CapacityError("a GPU runs the sequential schedule only, so far: leave --nano-batches at 1")
+    if config.kv_store is not None:
+        raise CapacityError("--kv-store is not supported on GPUs yet: leave it out")
     known = [name for name, dtype in _DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
     if config.dtype not in known:
         raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")

@@ -32,10 +32,14 @@ from worker.nano_pipeline import NanoPipeline
 from worker.parallel import TensorParallelGroup, make_group
 from worker.sampler import SamplingRows, sample
 from worker.sharding import Shard, shard
+from worker.store_client import open_store
+from worker.store_keys import PageIdentity, fingerprint
+from worker.store_pages import PageMover
 from worker.weights import DummySource, ModelLoadError, Progress, SafetensorsSource
 
 log = logging.getLogger(__name__)
 
+EMPTY_STEP_S = 1e-3  # how long a plan without rows waits for a move to end
 _DTYPES = {"auto": torch.float32, "float32": torch.float32}
 
 
@@ -60,6 +64,7 @@ class Worker:
         self._schedules = _schedules(config, self.spec, self._cache_shape)
         self._capacity = _capacity(config, self.spec, self._cache_shape, self._schedules)
         self._group: TensorParallelGroup | None = None
+        self._mover: PageMover | None = None
         self._model: Decoder | None = None
         self._last_end_s: float | None = None
 
@@ -82,6 +87,9 @@ class Worker:
             progress("joining the other ranks", 0.0)
             self._group = make_group(self.rank, self._shard.size, rendezvous, config.join_timeout_s)
             cache = KVCache(self._cache_shape, dtype, device)
+            if config.kv_store is not None:
+                identity = page_identities(config)[self.rank]
+                self._mover = PageMover(cache, identity, open_store(config), config.kv_store_wait_s)
             self._slots = SlotTable(capacity.max_slots, capacity.max_model_len, capacity.page_size, device)
             self._model = Decoder(
                 self.spec,
@@ -101,15 +109,19 @@ class Worker:
         assert self._model is not None, "load() comes first"
         start_s = time.perf_counter()
         idle_s = 0.0 if self._last_end_s is None else start_s - self._last_end_s
+        if self._mover is not None:
+            self._mover.start(plan.moves)
         with torch.inference_mode():
             sampled, faults = self._run(self._model, plan)
         self._last_end_s = time.perf_counter()
-        return StepResult(
-            step=plan.step, sampled=sampled, faults=faults, idle_s=idle_s, run_s=self._last_end_s - start_s
-        )
+        run_s = self._last_end_s - start_s
+        moves = () if self._mover is None else self._mover.take_ended(0.0 if len(plan.slots) else EMPTY_STEP_S)
+        return StepResult(plan.step, sampled, faults, idle_s, run_s, moves)
 
     def close(self) -> None:
         """Leave the other ranks and free the memory. Idempotent."""
+        if self._mover is not None:
+            self._mover.close()
         if self._group is not None:
             self._group.close()
         self._group = self._model = None
@@ -118,6 +130,8 @@ class Worker:
         slots, pipeline = self._slots, self._pipelines[plan.bucket]
         assert plan.num_tokens <= pipeline.schedule.batch_tokens, "the scheduler fills at most the bucket"
         slots.apply(plan)
+        if not len(plan.slots):
+            return np.empty(0, np.int32), ()
         batch = build_batch(plan, pipeline.boundaries)
         model.begin(batch, slots.token_ids(batch.slots, batch.positions), slots.page_table)
         pipeline.run(batch.num_rows, self.spec.num_layers, model.rows)
@@ -191,6 +205,15 @@ class LocalStep:
             raise ExecutorError(f"the step did not end within {timeout_s} s") from None
         except Exception as error:
             raise ExecutorError(f"the step failed: {error}") from error
+
+
+def page_identities(config: WorkerConfig) -> list[PageIdentity]:
+    """What the KV pages of each rank are, for the store."""
+    spec = ModelSpec.from_folder(config.model_dir)
+    model = fingerprint(config.model_dir, config.seed if config.load_format == "dummy" else None)
+    ranks = range(config.tensor_parallel_size)
+    shapes = [_cache_shape(config, spec, shard(spec, len(ranks), rank)) for rank in ranks]
+    return [PageIdentity(model, "float32", shape, rank, len(ranks)) for rank, shape in zip(ranks, shapes)]
 
 
 def _default_threads(num_ranks: int) -> int:
