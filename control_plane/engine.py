@@ -120,8 +120,6 @@ def _store_address(engine: EngineConfig) -> str | None:
         return None
     if not engine.enable_prefix_caching:
         raise ConfigError("kv-store needs prefix caching: leave enable-prefix-caching on, or kv-store out")
-    if engine.tensor_parallel_size != 1:
-        raise ConfigError("kv-store works with tensor-parallel-size 1 only, so far")
     return engine.kv_store
 
 

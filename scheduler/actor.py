@@ -11,11 +11,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
 
 from scheduler.loop import EngineLoop
+from scheduler.move_quorum import MoveQuorum
 from scheduler.plan import Cancel, EngineCapacity, IterationPlan, OutputBatch, StepResult
 from scheduler.ports import ExecutorError, PrefixStore
 from scheduler.request import NewRequest
@@ -26,8 +28,10 @@ from scheduler.scheduler_config import SchedulerConfig
 class RayPendingStep:
     """A plan that all ranks are working on."""
 
-    def __init__(self, refs: list[Any]) -> None:
+    def __init__(self, refs: list[Any], quorum: MoveQuorum) -> None:
+        """refs: of the ranks' results; quorum: of all their moves."""
         self._refs = refs
+        self._quorum = quorum
 
     def done(self) -> bool:
         """Whether every rank has answered (or died)."""
@@ -35,7 +39,10 @@ class RayPendingStep:
         return len(ready) == len(self._refs)
 
     def result(self, timeout_s: float | None = None) -> StepResult:
-        """Rank 0's result, once all ranks are through. Raises ExecutorError when a rank is dead or silent."""
+        """Rank 0's result, once all ranks are through, with the moves that have ended on all. To be called once.
+
+        Raises ExecutorError when a rank is dead or silent.
+        """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         rest = list(self._refs)
         while rest:
@@ -47,8 +54,8 @@ class RayPendingStep:
                 ray.get(ready)  # a dead rank shows here, before the others wait for it in a collective
             except ray.exceptions.RayError as error:
                 raise ExecutorError(f"a rank failed: {_reason(error)}") from error
-        result: StepResult = ray.get(self._refs[0])
-        return result
+        results: list[StepResult] = ray.get(self._refs)
+        return replace(results[0], moves=self._quorum.take([result.moves for result in results]))
 
 
 class RayExecutor:
@@ -57,6 +64,7 @@ class RayExecutor:
     def __init__(self, workers: Sequence[Any], capacity: EngineCapacity) -> None:
         self._workers = list(workers)
         self._capacity = capacity
+        self._quorum = MoveQuorum(len(self._workers))
 
     @property
     def capacity(self) -> EngineCapacity:
@@ -67,7 +75,7 @@ class RayExecutor:
         """Send the plan to every rank."""
         for worker in self._workers:
             worker.execute.remote(plan)
-        return RayPendingStep([worker.result.remote() for worker in self._workers])
+        return RayPendingStep([worker.result.remote() for worker in self._workers], self._quorum)
 
     def close(self) -> None:
         """Nothing to free here: the worker actors belong to the control plane."""
