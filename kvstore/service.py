@@ -108,7 +108,7 @@ class KVService:
         self._lock = threading.RLock()
         ssd = None
         if config.ssd_dir is not None:
-            ssd = SsdTier(config.ssd_dir, config.ssd_bytes, self.counters, config.segment_bytes, files)
+            ssd = SsdTier(config.ssd_dir, config.ssd_bytes, self.counters, config.segment(), files)
         self.arena = Arena(config.cpu_bytes, config.arena_folder)
         self.tiers = Tiers(
             config.cpu_bytes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstore.keys import StoreError
+from kvstore.record import SLOT_ALIGNMENT
 
 MIN_CPU_BYTES = 1 << 16
 MIN_SSD_BYTES = 1 << 20
@@ -20,8 +21,8 @@ class KVServiceConfig:
     cpu_bytes: int  # of the arena
     ssd_dir: Path | None = None  # None: no SSD tier
     ssd_bytes: int = 0  # of segments and index
-    slab_bytes: int | None = None  # also the largest record; None: by cpu_bytes
-    segment_bytes: int = 256 << 20
+    slab_bytes: int | None = None  # of the arena, for records of one size, so the largest; None: by cpu_bytes
+    segment_bytes: int | None = None  # the same on SSD: size of a file; None: by ssd_bytes
     ssd_after_hits: int = 2  # hits after which a record is copied to SSD; 0: all are
     lease_s: float = 10.0
     quarantine_s: float = 60.0  # how long a dead writer's bytes are given to nobody else
@@ -35,8 +36,21 @@ class KVServiceConfig:
             raise StoreError(f"ssd-bytes is {self.ssd_bytes}: at least {MIN_SSD_BYTES} are needed")
 
     def slab(self) -> int:
-        """Bytes of one slab of the arena: few enough to change hands, large enough for records."""
-        return min(self.slab_bytes or max(self.cpu_bytes // 64, 16 << 20), 1 << 30, self.cpu_bytes)
+        """Bytes of one slab of the arena, as used."""
+        return _part(self.slab_bytes, self.cpu_bytes, 1 << 30)
+
+    def segment(self) -> int:
+        """Bytes of one segment file, as used."""
+        return _part(self.segment_bytes, self.ssd_bytes, 256 << 20)
+
+
+def _part(wanted: int | None, total: int, most: int) -> int:
+    """Of a tier, the part that holds records of one size: small enough to change hands, large enough for records.
+
+    What a part has left behind its last whole record is lost, so it should be many records long.
+    """
+    by_total = max(total // 64, min(total // 8, 16 << 20))
+    return min(wanted or min(by_total, most), total) // SLOT_ALIGNMENT * SLOT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import signal
 import stat
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -264,3 +265,30 @@ def test_two_clients_of_different_models_share_it(store_process, tmp_path):
     assert not wrong
     assert first.stats()["puts"] == 120
     assert len(first.lookup([b"qwen-59", b"llama-59"])) == 2
+
+
+def test_a_harmed_index_ends_at_most_one_start(store_process, tmp_path):
+    """LMDB trusts its file: bits flipped in it may end the process, but not the next one."""
+    store = with_ssd(store_process, tmp_path)
+    client = store.client()
+    for key in keys(300):
+        put(client, key)
+    assert until(lambda: client.stats()["background_waiting"] == 0)
+    assert store.terminate() == 0
+    index = tmp_path / "ssd" / "index.mdb"
+    sound = index.read_bytes()
+    chance = random.Random(3)
+    for _ in range(4):
+        harmed = bytearray(sound)
+        for _ in range(len(harmed) // 100):
+            harmed[chance.randrange(len(harmed))] ^= 1 << chance.randrange(8)
+        index.write_bytes(harmed)
+        with suppress(AssertionError):  # it did not start
+            store.start()
+        if store.process.poll() is not None:
+            store.start()
+        assert until(lambda: client.stats() is not None)
+        for key in keys(20):
+            get(client, key)
+        assert put(client, b"new")
+        store.kill()

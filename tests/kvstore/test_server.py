@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+from pathlib import Path
 
 import grpc
 import pytest
@@ -99,8 +101,6 @@ async def test_with_certificates_every_client_needs_one(serve, tmp_path):
     ],
 )
 def test_listening_openly_or_impossibly_is_refused(service, listen, message):
-    from pathlib import Path
-
     listen = {name: Path(value) if name in ("socket", "ssl_keyfile") else value for name, value in listen.items()}
     with pytest.raises(StoreError, match=message):
         StoreServer(service, ListenConfig(**listen))
@@ -129,15 +129,14 @@ async def test_a_dead_ones_socket_is_replaced(serve, tmp_path):
         assert (await codes(channel))["Stats"] == "OK"
 
 
-@pytest.mark.parametrize(
-    "request_",
-    [pb.LookupRequest(keys=[b""]), pb.LookupRequest(keys=[b"x" * 129]), pb.LookupRequest(keys=[b"k"] * 16385)],
-)
-async def test_impossible_keys_are_invalid_arguments(serve, request_):
+@pytest.mark.parametrize("keys", [[b""], [b"x" * 129], [b"k"] * 16385], ids=["empty", "too long", "too many"])
+async def test_impossible_keys_are_invalid_arguments(serve, keys):
     address = await serve(token="secret")
     async with grpc.aio.insecure_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await rpc.KVStoreStub(channel).Lookup(request_, metadata=(("authorization", "Bearer secret"),))
+            await rpc.KVStoreStub(channel).Lookup(
+                pb.LookupRequest(keys=keys), metadata=(("authorization", "Bearer secret"),)
+            )
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.details()
 
@@ -154,8 +153,6 @@ async def test_bytes_that_are_no_message_leave_it_serving(serve):
 
 
 async def test_a_client_without_the_token_gets_misses(serve):
-    import asyncio
-
     address = await serve(token="secret")
     stranger = KVClient(ClientConfig(address, call_timeout_s=2.0))
     friend = KVClient(ClientConfig(address, call_timeout_s=2.0, token="secret"))
