@@ -1,0 +1,95 @@
+"""`nanoflow serve` beside `nanoflow kvstore`, two ranks: a restarted server finds what the one before computed."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from control_plane.demo import start_server
+from control_plane.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+
+pytestmark = pytest.mark.ray
+ROOT = Path(__file__).parents[2]
+PROMPT = [7 * i % 101 for i in range(100)]  # 6 full pages of 16, and 4 tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    shape = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 8}
+    config = LlamaConfig(**shape, num_key_value_heads=4, vocab_size=101, max_position_embeddings=256)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def store_on(socket: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "control_plane.main", "kvstore", "--cpu-bytes", str(32 << 20)]
+    command += ["--slab-bytes", str(1 << 20), "--socket", str(socket)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert process.stdout is not None
+        ready, _, _ = select.select([process.stdout], [], [], 60)
+        assert ready
+        assert "ready" in process.stdout.readline()
+        yield process
+    finally:
+        process.kill()
+        process.wait(20)
+
+
+@contextmanager
+def served(model: Path, socket: Path) -> Iterator[grpc.Channel]:
+    flags = ["--port", "0", "--metrics-port", "0", "--num-threads", "1", "--tensor-parallel-size", "2"]
+    flags += ["--kv-cache-memory-bytes", str(8 << 20), "--kv-store", f"unix:{socket}", "--kv-store-policy", "wait"]
+    process, address, _ = start_server(model, *flags)
+    try:
+        with grpc.insecure_channel(address) as channel:
+            yield channel
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+
+
+def generate(channel: grpc.Channel) -> tuple[list[int], int]:
+    """Greedy tokens, and how many of the prompt's came from a cache."""
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=PROMPT),
+        sampling=generation_pb2.SamplingParams(temperature=0),
+        stopping=generation_pb2.StoppingParams(max_tokens=24, ignore_eos=True),
+    )
+    responses = list(generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=60))
+    tokens = [token for each in responses if each.HasField("delta") for token in each.delta.token_ids]
+    return tokens, responses[-1].final.cached_tokens
+
+
+def test_a_restarted_server_loads_from_the_store_and_does_without_it(model, tmp_path):
+    socket = tmp_path / "run" / "kv.sock"
+    with store_on(socket) as store:
+        with served(model, socket) as channel:
+            expected, cached = generate(channel)
+            assert cached == 0
+            assert generate(channel) == (expected, 96)
+        with served(model, socket) as channel:
+            assert generate(channel) == (expected, 96)  # of the other server
+            os.kill(store.pid, signal.SIGKILL)
+            admin_pb2_grpc.AdminStub(channel).FlushCache(admin_pb2.FlushCacheRequest(), timeout=10)
+            began = time.monotonic()
+            assert generate(channel) == (expected, 0)
+            assert time.monotonic() - began < 20
