@@ -22,7 +22,7 @@ from kvstore.arena import PREFIX, Mapping
 from kvstore.breaker import Breaker, BreakerConfig
 from kvstore.client_leases import Arrival, ReadLease, WriteLease
 from kvstore.counters import Counters
-from kvstore.keys import KVBlock, KVKey, StoreError, Tier
+from kvstore.keys import MAX_KEYS_PER_CALL, KVBlock, KVKey, StoreError, Tier
 from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.record import SLOT_ALIGNMENT, slot_bytes_for
 
@@ -68,7 +68,10 @@ class _GarbageError(Exception):
 
 
 class KVClient:
-    """One connection to one store; it need not be there yet, nor stay."""
+    """One connection to one store; it need not be there yet, nor stay.
+
+    Of very many keys the first MAX_KEYS_PER_CALL are asked for.
+    """
 
     def __init__(self, config: ClientConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises StoreError if certificates cannot be read."""
@@ -85,11 +88,13 @@ class KVClient:
 
     def lookup(self, keys: Sequence[KVKey]) -> list[Tier]:
         """Tiers of the leading keys that are there."""
+        keys = keys[:MAX_KEYS_PER_CALL]
         answer = self._call(self._stub.Lookup, kvstore_pb2.LookupRequest(keys=keys), _lookup_problem(keys))
         return [] if answer is None else [Tier(tier) for tier in answer.tiers]
 
     def prefetch(self, keys: Sequence[KVKey]) -> int:
         """Start to load the leading keys that are on SSD; how many are in memory or on their way."""
+        keys = keys[:MAX_KEYS_PER_CALL]
         answer = self._call(self._stub.Prefetch, kvstore_pb2.PrefetchRequest(keys=keys))
         return 0 if answer is None else min(answer.num_keys, len(keys))
 
@@ -98,6 +103,7 @@ class KVClient:
         attached = self._attach()
         if attached is None or not keys:
             return None
+        keys = keys[:MAX_KEYS_PER_CALL]
         began = self._clock()
         request = kvstore_pb2.AcquireRequest(keys=keys, wait_ms=round(wait_s * 1000))
         problem = _acquire_problem(keys, attached.mapping.num_bytes)
@@ -114,6 +120,7 @@ class KVClient:
         attached = self._attach()
         if attached is None or not keys or not 0 < payload_bytes <= attached.max_payload_bytes:
             return None
+        keys = keys[:MAX_KEYS_PER_CALL]
         began = self._clock()
         request = kvstore_pb2.ReserveRequest(keys=keys, payload_bytes=payload_bytes)
         problem = _reserve_problem(keys, payload_bytes, attached.mapping.num_bytes)

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import NewType
 
 MAX_KEY_BYTES = 128
+MAX_KEYS_PER_CALL = 16384
 
 KVKey = NewType("KVKey", bytes)  # 1 to MAX_KEY_BYTES bytes, compared in full
 

@@ -19,13 +19,12 @@ from typing import Any
 
 import grpc
 
-from kvstore.keys import InvalidCallError, KVKey, StoreError, checked_keys
+from kvstore.keys import MAX_KEYS_PER_CALL, InvalidCallError, KVKey, StoreError, checked_keys
 from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.record import HEADER_BYTES
 from kvstore.service import KVService
 from kvstore.settings import ListenConfig
 
-MAX_KEYS_PER_CALL = 16384
 _MAX_WAIT_S = 60.0
 _TICK_S = 0.5  # leases are looked after and the index is saved this often
 

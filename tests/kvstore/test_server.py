@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import grpc
 import pytest
 import trustme
+from store_calls import put
 
 from kvstore.client import ClientConfig, KVClient
+from kvstore.files import Files
 from kvstore.keys import StoreError
 from kvstore.pb import kvstore_pb2 as pb
 from kvstore.pb import kvstore_pb2_grpc as rpc
@@ -163,3 +166,44 @@ async def test_a_client_without_the_token_gets_misses(serve):
     assert await asyncio.to_thread(stranger.get, b"key") is None
     stranger.close()
     friend.close()
+
+
+class SlowFiles(Files):
+    """A disk that waits until it is let go."""
+
+    def __init__(self):
+        self.let_go = threading.Event()
+
+    def read(self, path, offset, into):
+        assert self.let_go.wait(20)
+        return super().read(path, offset, into)
+
+
+async def test_a_get_that_is_cancelled_while_it_loads_keeps_nothing(tmp_path):
+    files = SlowFiles()
+    config = KVServiceConfig(16 * 4096, tmp_path / "ssd", 1 << 20, slab_bytes=4 * 4096, ssd_after_hits=0)
+    service = KVService(config, files=files)
+    server = StoreServer(service, ListenConfig(token="secret"))
+    metadata = (("authorization", "Bearer secret"),)
+    for number in range(20):
+        put(service, b"key-%02d" % number, b"payload")
+        service.tiers.finish()
+    keys = [b"key-19", b"key-00"]  # one in memory, one on SSD
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        stub = rpc.KVStoreStub(channel)
+        call = stub.Acquire(pb.AcquireRequest(keys=keys, wait_ms=30_000), metadata=metadata)
+        await asyncio.sleep(0.3)
+        assert (await stub.Lookup(pb.LookupRequest(keys=keys), metadata=metadata)).tiers == [1, 2], "others are served"
+        assert not call.done()
+        call.cancel()
+        await asyncio.sleep(0.3)
+        assert service.stats()["leases"] == 0
+        files.let_go.set()
+        service.tiers.finish()
+        answer = await stub.Acquire(pb.AcquireRequest(keys=keys, wait_ms=5000), metadata=metadata)
+        assert [block.tier for block in answer.blocks] == [1, 1]
+        await stub.Release(pb.ReleaseRequest(lease_ids=[answer.lease_id]), metadata=metadata)
+    assert sum(service.tiers.cpu.lru.is_free(handle) for handle in service.tiers.cpu.oldest_first()) == 16
+    await server.stop(0)
+    service.check_integrity()
+    assert service.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
 import pytest
@@ -178,3 +179,30 @@ def test_a_flush_leaves_leased_records_readable(make, tmp_path):
     assert slot[256:1256] == payload_for(b"key")
     service.release(acquired.lease_id)
     assert get(service, b"key")[0] == b"anew" * 10
+
+
+def test_threads_get_right_bytes_and_leave_nothing_behind(make, tmp_path):
+    service = make(ssd_dir=tmp_path, ssd_bytes=1 << 20, ssd_after_hits=1)
+    wrong: list[bytes] = []
+
+    def work(seed: int) -> None:
+        chance = random.Random(seed)
+        for _ in range(400):
+            key = b"key-%02d" % chance.randrange(60)
+            size = 5000 if key[-1] % 2 else 1000
+            if chance.random() < 0.5:
+                put(service, key, payload_for(key, size))
+            else:
+                found = get(service, key, wait_s=0.5)
+                if found is not None and found[0] != payload_for(key, size):
+                    wrong.append(key)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    service.tiers.finish()
+    assert not wrong
+    assert service.stats()["leases"] == 0
+    assert service.counters["hits_ssd"] > 0
