@@ -77,7 +77,6 @@ class KVTransfer:
             self._prefetch.ask(request, now)
         for load in list(self._loads.values()):
             if load.overdue_s <= now and load.request.fetch is load.fetch:
-                load.request.may_fetch = False
                 self.leave(load.request)
                 self._residence.withdraw(load.request.slot)
 

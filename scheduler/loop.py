@@ -25,7 +25,7 @@ class _Flight:
 
     plan: IterationPlan
     pending: PendingStep
-    late: bool  # the executor had finished the step before when it got this one
+    late: bool  # the executor had finished computing the step before when it got this one
 
 
 class EngineLoop:
@@ -91,7 +91,7 @@ class EngineLoop:
             ends = self._scheduler.take_ends()
         following = None
         if plan is not None:
-            late = flight is not None and flight.pending.done()
+            late = flight is not None and len(flight.plan.slots) > 0 and flight.pending.done()
             following = _Flight(plan, self._executor.submit(plan), late)
         if ends is not None:
             self._emit(ends)

@@ -38,7 +38,7 @@ class Prefetch:
     def ask(self, request: TrackedRequest, now: float) -> None:
         """Ask for all full pages of its tokens but the last token, which is computed in any case."""
         num_pages = (len(request.tokens) - 1) // self._page_size
-        if not num_pages or not request.may_fetch:
+        if not num_pages:
             return
         request.digest(num_pages - 1, self._page_size)
         request.fetch = Fetch(self._num_tickets, now + self._wait_s)

@@ -18,7 +18,7 @@ class PrefetchPolicy(StrEnum):
 class StoreConfig:
     """How a KV store is used, where there is one."""
 
-    policy: PrefetchPolicy = PrefetchPolicy.BEST_EFFORT
+    policy: PrefetchPolicy = PrefetchPolicy.TIMEOUT  # best effort seldom hits where nobody queues
     timeout_s: float = 0.1  # seconds
     max_wait_s: float = 5.0  # seconds
     load_timeout_s: float = 5.0  # seconds that a load may take; then its request computes instead

@@ -45,7 +45,6 @@ class TrackedRequest:
     queue_s: float = -1.0  # from arrival to its first start; -1: never started
     num_preemptions: int = 0
     fetch: Fetch | None = None  # None: the store was not asked, or is not needed any more
-    may_fetch: bool = True  # False after a load that took too long
 
     @property
     def prompt_len(self) -> int:

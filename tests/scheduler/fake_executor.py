@@ -95,6 +95,11 @@ class FakeModel:
         self.faulty: set[str] = set()  # request ids whose rows fail
         self.salts: dict[str, str] = {}  # of request ids, where KV must not be shared with others
 
+    @property
+    def kv(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """All that its pages hold."""
+        return self.kv_token, self.kv_position, self.kv_salt
+
     def run(self, plan: IterationPlan) -> StepResult:
         """Execute one plan; asserts that it is one that a model could execute."""
         assert plan.step == self.next_step, f"step {plan.step} where {self.next_step} is due"
@@ -181,9 +186,7 @@ class FakeExecutor:
 
     def __init__(self, capacity: EngineCapacity, store: FakeStore | None = None) -> None:
         self.model = FakeModel(capacity)
-        self.mover: FakeMover | None = None
-        if store is not None:
-            self.mover = FakeMover(store, (self.model.kv_token, self.model.kv_position, self.model.kv_salt))
+        self.mover = None if store is None else FakeMover(store, self.model.kv)
         self._queued: list[IterationPlan] = []
         self._results: dict[int, StepResult] = {}
         self._tables: dict[int, dict[int, int]] = {}  # as of the last plan handed over
@@ -260,8 +263,9 @@ class ThreadedPending:
 class ThreadedExecutor:
     """A fake device: a thread that needs step_s for a step, and may hang or die at a given one."""
 
-    def __init__(self, capacity: EngineCapacity, step_s: float = 0.0) -> None:
+    def __init__(self, capacity: EngineCapacity, step_s: float = 0.0, store: FakeStore | None = None) -> None:
         self.model = FakeModel(capacity)
+        self.mover = None if store is None else FakeMover(store, self.model.kv)
         self.step_s = step_s
         self.hang_at: int | None = None
         self.die_at: int | None = None
@@ -304,9 +308,15 @@ class ThreadedExecutor:
                 return
             time.sleep(self.step_s)
             try:
-                pending.outcome = RuntimeError("the rank died") if plan.step == self.die_at else self.model.run(plan)
+                pending.outcome = RuntimeError("the rank died") if plan.step == self.die_at else self._compute(plan)
             except Exception as error:  # shown by result()
                 pending.outcome = error
             with self._condition:
                 self._queue.pop(0)
             pending.event.set()
+
+    def _compute(self, plan: IterationPlan) -> StepResult:
+        if self.mover is not None:
+            self.mover.start(plan, set())
+        result = self.model.run(plan)
+        return result if self.mover is None else replace(result, moves=self.mover.advance())

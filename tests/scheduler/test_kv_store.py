@@ -13,6 +13,7 @@ from scheduler.ports import ExecutorError
 from scheduler.request import FinishReason
 from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
+from scheduler.slot_table import SlotState
 
 PAGE = 4
 WAIT = StoreConfig(PrefetchPolicy.WAIT, max_wait_s=2.0, load_timeout_s=3.0)
@@ -218,6 +219,7 @@ def test_pages_that_do_not_come_are_computed(num_good: int) -> None:
     assert num_computed(driver) - before == 17 - num_good * PAGE
     counts = driver.count_moves()
     assert (counts.num_loaded, counts.num_load_failed) == (num_good, 4 - num_good)
+    assert run_one(driver, "c", make_prompt(17)) == (16, 0, 0)
 
 
 def test_a_store_that_lies() -> None:
@@ -225,6 +227,8 @@ def test_a_store_that_lies() -> None:
     store_of(driver).num_lies = 3
     assert run_one(driver, "a", make_prompt(17)) == (0, 0, 0)
     assert driver.count_moves().num_load_failed == 3
+    driver.scheduler.flush_cache()
+    assert run_one(driver, "b", make_prompt(17)) == (0, 16, 0), "it got them although it had said it has them"
 
 
 def test_evicted_between_answer_and_load() -> None:
@@ -257,7 +261,7 @@ def test_a_store_that_never_answers_is_waited_for_so_long(config: StoreConfig, w
 
 
 def test_best_effort_does_not_wait_but_takes_what_is_there() -> None:
-    driver = make_driver(StoreConfig(), max_slots=1)
+    driver = make_driver(StoreConfig(PrefetchPolicy.BEST_EFFORT), max_slots=1)
     run_one(driver, "a", make_prompt(17))
     driver.scheduler.flush_cache()
     store_of(driver).answer_delay = 2
@@ -357,6 +361,38 @@ def test_all_pages_on_their_way_to_the_store_while_a_prompt_needs_them() -> None
     driver.add(make_request("b", make_prompt(29), max_tokens=1))
     driver.run()
     assert run_one(driver, "c", make_prompt(29, first=3), max_tokens=3) == (0, 0, 0)
+
+
+def test_a_load_waits_until_there_are_pages_for_all_of_it() -> None:
+    driver = make_driver(num_pages=10, max_model_len=36, batch_tokens=32)
+    run_one(driver, "a", make_prompt(29), max_tokens=1)
+    driver.scheduler.flush_cache()
+    for _ in range(100):
+        driver.scheduler._lengths.record(1)  # the forecast believes that outputs are short
+    driver.add(make_request("runs", make_prompt(8, first=2), max_tokens=14))
+    for _ in range(7):
+        driver.step()
+    assert driver.scheduler.load().live_pages > 2
+    driver.add(make_request("loads", make_prompt(29), max_tokens=2))
+    driver.step()
+    assert not len(driver.scheduler._slots.where(SlotState.LOADING))
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+    assert driver.ends["loads"].num_cpu_cached_tokens == 28
+
+
+def test_steps_that_only_move_pages_teach_the_latency_cap_nothing() -> None:
+    config = SchedulerConfig(target_itl_s=1.0, store=WAIT)
+    driver = Driver(make_capacity(page_size=PAGE), config, FakeStore())
+    cap = driver.scheduler._cap
+    assert cap is not None
+    learned: list[int] = []
+    record = cap.record
+    cap.record = lambda size, step_s: (learned.append(size), record(size, step_s))[1]  # type: ignore[method-assign]
+    driver.mover.delay = 5
+    run_one(driver, "a", make_prompt(17))
+    assert len(learned) == sum(len(plan.slots) > 0 for plan in driver.plans) < len(driver.plans)
 
 
 # --- borders ---

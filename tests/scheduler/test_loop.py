@@ -11,20 +11,25 @@ from types import TracebackType
 
 import pytest
 from fake_executor import ThreadedExecutor, expected_output, make_capacity, make_prompt, make_request
+from fake_store import FakeStore
 
 from scheduler.loop import EngineLoop
 from scheduler.plan import Cancel, OutputBatch, RequestEnd
 from scheduler.ports import ExecutorError
 from scheduler.request import FinishReason
-from scheduler.scheduler import Scheduler, SchedulerConfig
+from scheduler.scheduler import Scheduler
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
 
 
 class Engine:
     """A loop, its executor, and what came out."""
 
-    def __init__(self, step_s: float = 0.0, step_timeout_s: float = 10.0, max_slots: int = 8) -> None:
-        self.executor = ThreadedExecutor(make_capacity(max_slots=max_slots), step_s)
-        scheduler = Scheduler(SchedulerConfig(), self.executor.capacity)
+    def __init__(
+        self, step_s: float = 0.0, step_timeout_s: float = 10.0, max_slots: int = 8, store: FakeStore | None = None
+    ) -> None:
+        self.executor = ThreadedExecutor(make_capacity(max_slots=max_slots), step_s, store)
+        config = SchedulerConfig(store=StoreConfig(PrefetchPolicy.WAIT, max_wait_s=0.5))
+        scheduler = Scheduler(config, self.executor.capacity, store)
         self.loop = EngineLoop(scheduler, self.executor, self._emit, step_timeout_s)
         self.batches: list[OutputBatch] = []
         self.outputs: dict[str, list[int]] = defaultdict(list)
@@ -71,8 +76,10 @@ class Engine:
 
 
 @contextmanager
-def engine(step_s: float = 0.0, step_timeout_s: float = 10.0, max_slots: int = 8) -> Iterator[Engine]:
-    with Engine(step_s, step_timeout_s, max_slots) as running:
+def engine(
+    step_s: float = 0.0, step_timeout_s: float = 10.0, max_slots: int = 8, store: FakeStore | None = None
+) -> Iterator[Engine]:
+    with Engine(step_s, step_timeout_s, max_slots, store) as running:
         yield running
 
 
@@ -220,4 +227,35 @@ def test_stop_returns_after_the_step_in_flight() -> None:
         running.loop.submit([make_request("r", 5, max_tokens=100)])
         running.wait(lambda: len(running.outputs["r"]) >= 2)
     assert "r" not in running.ends
+    assert running.error is None
+
+
+def test_pages_go_to_the_store_after_the_last_request_and_come_back() -> None:
+    """Nobody calls in between: the loop must not fall asleep before the pages are stored, and sleep afterwards."""
+    store = FakeStore()
+    with engine(step_s=0.001, store=store) as running:
+        first = make_request("first", 17, max_tokens=1)
+        running.loop.submit([first])
+        running.wait(lambda: sum(batch.stats.moves.num_stored for batch in running.batches if batch.stats) == 4)
+        num_batches = len(running.batches)
+        time.sleep(0.1)
+        assert len(running.batches) == num_batches
+        assert running.loop.flush_cache() == 4
+        second = make_request("second", 17, max_tokens=5)
+        running.loop.submit([second])
+        running.wait(lambda: "second" in running.ends)
+        assert running.outputs["second"] == expected_output(second, 128)
+    assert running.ends["second"].num_cpu_cached_tokens == 16
+    assert not any(batch.stats.late for batch in running.batches[:3] if batch.stats is not None)
+
+
+def test_it_naps_while_the_store_does_not_answer() -> None:
+    store = FakeStore(answer_delay=None)
+    with engine(step_s=0.001, store=store) as running:
+        started, cpu_s = time.monotonic(), time.process_time()
+        running.loop.submit([make_request("r", 17, max_tokens=3)])
+        running.wait(lambda: "r" in running.ends)
+        assert time.monotonic() - started > 0.5
+        assert time.process_time() - cpu_s < 0.3
+        assert running.ends["r"].queue_s == pytest.approx(0.5, abs=0.3)
     assert running.error is None

@@ -135,8 +135,8 @@ class StoreMachine(SchedulerMachine):
         max_passes=st.integers(0, 4),
         lookahead=st.integers(1, 4),
         policy=st.sampled_from(PrefetchPolicy),
-        pages_per_step=st.integers(0, 8),
-        backlog_pages=st.sampled_from([1, 4, 1000]),
+        pages_per_step=st.sampled_from([0, 1, 3, 100, 100]),
+        backlog_pages=st.sampled_from([4, 1000, 1000]),
         known_pages=st.sampled_from([1, 1000]),
         target_itl_s=st.sampled_from([None, None, 0.001]),
     )
@@ -159,16 +159,32 @@ class StoreMachine(SchedulerMachine):
         config = SchedulerConfig(True, 1000, max_passes, lookahead, target_itl_s=target_itl_s, store=store)
         self.driver = Driver(capacity, config, FakeStore())
         self.num_added = 0
+        self.add(3, 16, 8, 0, 8, False, "", 0, None)  # what the store begins with
+        self.driver.run()
+        self.driver.scheduler.flush_cache()
 
-    @rule(delay=st.sampled_from([0, 0, 1, 3, None]), num_good=st.sampled_from([1000, 1000, 1, 0]))
+    @precondition(lambda self: self.driver.ends)
+    @rule(pick=st.integers(0, 100), num_new=st.integers(1, 5), max_tokens=st.integers(1, 8), flush=st.booleans())
+    def next_round(self, pick: int, num_new: int, max_tokens: int, flush: bool) -> None:
+        """A conversation goes on: prompt and output of a request that has ended, and some more."""
+        ended = list(self.driver.ends)
+        before = self.driver.requests[ended[pick % len(ended)]]
+        history = [*before.prompt_token_ids, *self.driver.outputs[before.request_id]]
+        prompt = history[:30] + make_prompt(num_new, first=self.num_added)
+        if flush:
+            self.flush()
+        self.driver.add(make_request(f"r{self.num_added}", prompt, max_tokens, salt=before.cache_salt))
+        self.num_added += 1
+
+    @rule(delay=st.sampled_from([0, 0, 0, 1, 3, 9, None]), num_good=st.sampled_from([1000, 1000, 1000, 2, 1, 0]))
     def copy_otherwise(self, delay: int | None, num_good: int) -> None:
         self.driver.mover.delay, self.driver.mover.num_good = delay, num_good
 
-    @rule(delay=st.sampled_from([0, 0, 1, 4, None]), num_lies=st.sampled_from([0, 0, 0, 1, 5]))
+    @rule(delay=st.sampled_from([0, 0, 0, 1, 4, None]), num_lies=st.sampled_from([0, 0, 0, 1, 5]))
     def answer_otherwise(self, delay: int | None, num_lies: int) -> None:
         self.store.answer_delay, self.store.num_lies = delay, num_lies
 
-    @rule(share=st.sampled_from([2, 3, 1]), offset=st.integers(0, 2))
+    @rule(share=st.sampled_from([1, 3, 9]), offset=st.integers(0, 9))
     def evict(self, share: int, offset: int) -> None:
         for digest in list(self.store.pages)[offset::share]:
             del self.store.pages[digest]
