@@ -18,13 +18,13 @@ from typing import Any
 
 import grpc
 
-from kvstore.arena import PREFIX, Mapping
+from kvstore.answers import acquire_problem, attach_problem, lookup_problem, reserve_problem
+from kvstore.arena import Mapping
 from kvstore.breaker import Breaker, BreakerConfig
 from kvstore.client_leases import Arrival, ReadLease, WriteLease
 from kvstore.counters import Counters
 from kvstore.keys import MAX_KEYS_PER_CALL, KVBlock, KVKey, StoreError, Tier
 from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
-from kvstore.record import SLOT_ALIGNMENT, slot_bytes_for
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class KVClient:
     def lookup(self, keys: Sequence[KVKey]) -> list[Tier]:
         """Tiers of the leading keys that are there."""
         keys = keys[:MAX_KEYS_PER_CALL]
-        answer = self._call(self._stub.Lookup, kvstore_pb2.LookupRequest(keys=keys), _lookup_problem(keys))
+        answer = self._call(self._stub.Lookup, kvstore_pb2.LookupRequest(keys=keys), lookup_problem(keys))
         return [] if answer is None else [Tier(tier) for tier in answer.tiers]
 
     def prefetch(self, keys: Sequence[KVKey]) -> int:
@@ -106,7 +106,7 @@ class KVClient:
         keys = keys[:MAX_KEYS_PER_CALL]
         began = self._clock()
         request = kvstore_pb2.AcquireRequest(keys=keys, wait_ms=round(wait_s * 1000))
-        problem = _acquire_problem(keys, attached.mapping.num_bytes)
+        problem = acquire_problem(keys, attached.mapping.num_bytes)
         answer = self._call(self._stub.Acquire, request, problem, wait_s)
         if answer is None or not answer.blocks or not self._is_of(attached, answer):
             return None
@@ -123,7 +123,7 @@ class KVClient:
         keys = keys[:MAX_KEYS_PER_CALL]
         began = self._clock()
         request = kvstore_pb2.ReserveRequest(keys=keys, payload_bytes=payload_bytes)
-        problem = _reserve_problem(keys, payload_bytes, attached.mapping.num_bytes)
+        problem = reserve_problem(keys, payload_bytes, attached.mapping.num_bytes)
         answer = self._call(self._stub.Reserve, request, problem)
         if answer is None or not answer.lease_id or not self._is_of(attached, answer):
             return None
@@ -167,7 +167,7 @@ class KVClient:
         with self._lock:
             if self._attached is not None:
                 return self._attached
-        answer = self._call(self._stub.Attach, kvstore_pb2.AttachRequest(), _attach_problem)
+        answer = self._call(self._stub.Attach, kvstore_pb2.AttachRequest(), attach_problem)
         if answer is None:
             return None
         try:
@@ -256,54 +256,6 @@ class KVClient:
             return
         self._sent.add(sent)  # one that nobody holds is cancelled
         sent.add_done_callback(self._sent.discard)
-
-
-def _attach_problem(answer: Any) -> str | None:
-    if not Path(answer.arena_path).name.startswith(PREFIX):
-        return "the arena has a name that no store would give"
-    if not 0.0 < answer.lease_s < 1e6 or not answer.arena_bytes or not answer.boot_id:
-        return "no size, no lease time, or no boot id"
-    return None
-
-
-def _lookup_problem(keys: Sequence[KVKey]) -> Callable[[Any], str | None]:
-    def problem(answer: Any) -> str | None:
-        if len(answer.tiers) > len(keys) or any(tier not in (Tier.CPU, Tier.SSD) for tier in answer.tiers):
-            return "tiers for more keys than were asked for, or unknown ones"
-        return None
-
-    return problem
-
-
-def _acquire_problem(keys: Sequence[KVKey], arena_bytes: int) -> Callable[[Any], str | None]:
-    def problem(answer: Any) -> str | None:
-        if len(answer.blocks) > len(keys) or any(block.tier not in (Tier.CPU, Tier.SSD) for block in answer.blocks):
-            return "blocks for more keys than were asked for, or from unknown tiers"
-        if not all(_is_slot(block.offset, block.payload_bytes, arena_bytes) for block in answer.blocks):
-            return "blocks outside the arena"
-        return None
-
-    return problem
-
-
-def _reserve_problem(keys: Sequence[KVKey], payload_bytes: int, arena_bytes: int) -> Callable[[Any], str | None]:
-    def problem(answer: Any) -> str | None:
-        if len(answer.offsets) != len(keys):
-            return "not one offset for each key"
-        if not all(_is_slot(offset, payload_bytes, arena_bytes) for offset in answer.offsets if offset >= 0):
-            return "offsets outside the arena"
-        return None
-
-    return problem
-
-
-def _is_slot(offset: int, payload_bytes: int, arena_bytes: int) -> bool:
-    return (
-        offset >= 0
-        and offset % SLOT_ALIGNMENT == 0
-        and payload_bytes > 0
-        and offset + slot_bytes_for(payload_bytes) <= arena_bytes
-    )
 
 
 def _channel(config: ClientConfig) -> grpc.Channel:

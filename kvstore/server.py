@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import hashlib
 import hmac
+import logging
 import os
 import stat
 from collections.abc import Awaitable, Callable, Iterable
@@ -24,6 +25,8 @@ from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.record import HEADER_BYTES
 from kvstore.service import KVService
 from kvstore.settings import ListenConfig
+
+log = logging.getLogger(__name__)
 
 _MAX_WAIT_S = 60.0
 _TICK_S = 0.5  # leases are looked after and the index is saved this often
@@ -84,8 +87,11 @@ class StoreServer:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(_TICK_S)
-            self._service.expire()
-            self._service.tiers.save_index()
+            try:
+                self._service.expire()
+                self._service.tiers.save_index()
+            except Exception:  # our own fault; the next tick may still do its part
+                log.exception("looking after leases and index failed")
 
     def _prepare_socket(self, path: Path) -> str:
         """See that the socket is nobody else's, alive or dead; its address."""

@@ -54,6 +54,7 @@ GAUGES = (  # in `stats`, beside the counters
     "ssd_records",
     "ssd_used_bytes",
     "ssd_capacity_bytes",
+    "ssd_unsaved",  # records whose rows in the index are behind: what a kill would lose
     "leases",
     "quarantined",  # records' room that dead writers had
     "background_waiting",  # copies and loads
@@ -253,6 +254,7 @@ class KVService:
                 "ssd_records": 0 if ssd is None else ssd.num_records,
                 "ssd_used_bytes": 0 if ssd is None else ssd.used_bytes,
                 "ssd_capacity_bytes": 0 if ssd is None else self.config.ssd_bytes,
+                "ssd_unsaved": 0 if ssd is None else ssd.num_unsaved,
                 "leases": len(self._reads) + len(self._writes),
                 "quarantined": len(self._quarantine),
                 "background_waiting": self.tiers.num_waiting,

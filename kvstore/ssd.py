@@ -86,6 +86,11 @@ class SsdTier:
         """Of slots that hold records."""
         return self._residents.slabs.used_bytes
 
+    @property
+    def num_unsaved(self) -> int:
+        """Keys whose rows in the index are behind."""
+        return len(self._changed)
+
     def payload_bytes(self, key: bytes) -> int | None:
         """Size of the key's payload; None if it is not here."""
         with self._lock:

@@ -96,7 +96,7 @@ def test_killed_and_restarted_at_once_clients_go_on(store_process, tmp_path):
     arena = arena_of(store)
     assert all(put(client, key) for key in keys(50))
     assert until(lambda: client.stats()["ssd_records"] == 50)
-    time.sleep(1.0)  # the index is saved every half second
+    assert until(lambda: client.stats()["ssd_unsaved"] == 0)
     lease = client.acquire([b"key-0"])
     store.kill()
     assert lease.is_whole(0), "a mapped arena stays"
