@@ -1,4 +1,4 @@
-"""Least recently used order over keys, with pins. Pure and small: about 190 bytes a key, all operations O(1).
+"""Least recently used order over keys, with pins. Pure and small, all operations O(1).
 
 A key is told by its handle, a small integer that stays its own until it is removed. Links and pins lie in flat
 arrays by handle. A pinned key is out of the order, so that looking for a victim never walks over pinned ones; it
