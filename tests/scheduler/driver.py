@@ -170,5 +170,7 @@ class Driver:
                 assert (start.num_cached_tokens, start.queue_s) == (end.num_cached_tokens, end.queue_s)
                 tiers = start.num_cpu_cached_tokens, start.num_ssd_cached_tokens
                 assert tiers == (end.num_cpu_cached_tokens, end.num_ssd_cached_tokens)
-                assert 0 <= end.num_preemptions - start.num_preemptions <= 1, "a preempted one has not come back"
+                num_preemptions = end.num_preemptions - start.num_preemptions
+                # After a load a request may be preempted again before its first row, which tells of its start.
+                assert 0 <= num_preemptions <= (1 if self.store is None else 100), "a preempted one has not come back"
             self.ends[end.request_id] = end

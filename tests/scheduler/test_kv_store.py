@@ -13,7 +13,6 @@ from scheduler.ports import ExecutorError
 from scheduler.request import FinishReason
 from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
-from scheduler.slot_table import SlotState
 
 PAGE = 4
 WAIT = StoreConfig(PrefetchPolicy.WAIT, max_wait_s=2.0, load_timeout_s=3.0)
@@ -364,22 +363,40 @@ def test_all_pages_on_their_way_to_the_store_while_a_prompt_needs_them() -> None
 
 
 def test_a_load_waits_until_there_are_pages_for_all_of_it() -> None:
-    driver = make_driver(num_pages=10, max_model_len=36, batch_tokens=32)
+    """The forecast knows nothing of pages that moves hold."""
+    driver = make_driver(num_pages=8, max_model_len=32, batch_tokens=32)
+    driver.scheduler._transfer._max_storing = 8  # type: ignore[union-attr]
     run_one(driver, "a", make_prompt(29), max_tokens=1)
-    driver.scheduler.flush_cache()
-    for _ in range(100):
-        driver.scheduler._lengths.record(1)  # the forecast believes that outputs are short
-    driver.add(make_request("runs", make_prompt(8, first=2), max_tokens=14))
-    for _ in range(7):
+    driver.mover.delay = None
+    driver.add(make_request("hangs", make_prompt(13, first=2), max_tokens=1))
+    for _ in range(4):
         driver.step()
-    assert driver.scheduler.load().live_pages > 2
+    driver.scheduler.flush_cache()
+    assert driver.scheduler.load().live_pages == 3
     driver.add(make_request("loads", make_prompt(29), max_tokens=2))
-    driver.step()
-    assert not len(driver.scheduler._slots.where(SlotState.LOADING))
+    for _ in range(3):
+        driver.step()
+        assert driver.scheduler.load().num_waiting == 1
+    driver.mover.heal()
     driver.run()
     driver.check_outputs()
     driver.check_baseline()
     assert driver.ends["loads"].num_cpu_cached_tokens == 28
+
+
+def test_who_loads_counts_among_those_that_the_latency_cap_allows() -> None:
+    config = SchedulerConfig(target_itl_s=1.0, store=WAIT)
+    driver = Driver(make_capacity(page_size=PAGE), config, FakeStore())
+    run_one(driver, "a", make_prompt(17), max_tokens=1)
+    driver.scheduler.flush_cache()
+    driver.scheduler._cap._sizes = (1, 1)  # type: ignore[union-attr]
+    driver.mover.delay = 5
+    driver.add(make_request("loads", make_prompt(17)))
+    driver.step()
+    driver.add(make_request("next", make_prompt(3)))
+    driver.step()
+    load = driver.scheduler.load()
+    assert (load.num_running, load.num_waiting) == (1, 1)
 
 
 def test_steps_that_only_move_pages_teach_the_latency_cap_nothing() -> None:
