@@ -69,6 +69,7 @@ class SsdTier:
         capacity = budget_bytes - index_bytes
         self._residents = Residents(capacity, min(segment_bytes, capacity), self._evicted, self._emptied)
         self._changed: dict[bytes, None] = {}  # keys whose rows are to be written or removed, in this order
+        self._num_saving = 0  # of these: taken by a `save_index` under way
         self._stale: set[int] = set()  # segments whose files are to be removed before anything more is written
         self._suspended_until = 0.0
         self._sequence = 0
@@ -89,7 +90,7 @@ class SsdTier:
     @property
     def num_unsaved(self) -> int:
         """Keys whose rows in the index are behind."""
-        return len(self._changed)
+        return len(self._changed) + self._num_saving
 
     def payload_bytes(self, key: bytes) -> int | None:
         """Size of the key's payload; None if it is not here."""
@@ -180,10 +181,12 @@ class SsdTier:
         """Bring the index up to date; what is not there is lost with the process."""
         with self._lock:
             changed, self._changed = self._changed, {}
+            self._num_saving = len(changed)
             rows = [row for key in changed if (row := self._row(key)) is not None]
         gone = changed.keys() - {row.key for row in rows}
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
+        self._num_saving = 0
 
     def close(self) -> None:
         """Save the index, in the order of use, and let the folder go. Nothing else may be going on."""

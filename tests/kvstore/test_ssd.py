@@ -379,3 +379,15 @@ def test_two_stores_do_not_share_a_folder(folder):
         Tier(folder)
     tier.stop()
     Tier(folder).stop()
+
+
+def test_rows_count_as_unsaved_until_they_are_on_disk(folder):
+    tier = Tier(folder)
+    tier.put(b"key")
+    index = tier.ssd._index
+    write, seen = index.write, []
+    index.write = lambda put, removed: (seen.append(tier.ssd.num_unsaved), write(put, removed))[1]
+    tier.ssd.save_index()
+    assert seen == [1]
+    assert tier.ssd.num_unsaved == 0
+    tier.stop()
