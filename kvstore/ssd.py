@@ -69,7 +69,7 @@ class SsdTier:
         capacity = budget_bytes - index_bytes
         self._residents = Residents(capacity, min(segment_bytes, capacity), self._evicted, self._emptied)
         self._changed: dict[bytes, None] = {}  # keys whose rows are to be written or removed, in this order
-        self._num_saving = 0  # of these: taken by a `save_index` under way
+        self._num_saving = 0  # keys that a `save_index` under way has taken from these
         self._stale: set[int] = set()  # segments whose files are to be removed before anything more is written
         self._suspended_until = 0.0
         self._sequence = 0
@@ -90,7 +90,8 @@ class SsdTier:
     @property
     def num_unsaved(self) -> int:
         """Keys whose rows in the index are behind."""
-        return len(self._changed) + self._num_saving
+        with self._lock:
+            return len(self._changed) + self._num_saving
 
     def payload_bytes(self, key: bytes) -> int | None:
         """Size of the key's payload; None if it is not here."""
