@@ -49,6 +49,8 @@ COUNTERS = {
     "discarded_tokens": "Of the output tokens, those dropped unread when a request was started again.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "kv_store_cpu_hits": "Prompt tokens loaded from the KV store's memory.",
+    "kv_store_ssd_hits": "Prompt tokens loaded from the KV store's SSD.",
     "num_preemptions": "Times that a running request lost its pages to others.",
     "iterations": "Iterations.",
     "late_plans": "Iterations whose plan came after the device had become idle.",

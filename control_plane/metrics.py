@@ -206,17 +206,20 @@ def _set_load(metrics: InstanceMetrics, load: LoadReport) -> None:
 
 
 def _count_step(metrics: InstanceMetrics, stats: StepStats) -> None:
-    fill = stats.num_tokens / max(stats.batch_tokens, 1)
-    metrics.set("dense_batch_fill", fill)
     metrics.set("dense_batch_tokens_allowed", stats.max_batch_tokens)
-    metrics.observe("dense_batch_fill_ratio", fill)
-    metrics.observe("iteration_tokens_total", stats.num_tokens)
+    if stats.num_tokens:  # else it only moved pages, which says nothing of how full batches are
+        fill = stats.num_tokens / max(stats.batch_tokens, 1)
+        metrics.set("dense_batch_fill", fill)
+        metrics.observe("dense_batch_fill_ratio", fill)
+        metrics.observe("iteration_tokens_total", stats.num_tokens)
     metrics.inc("iterations")
     metrics.inc("late_plans", int(stats.late))
     metrics.inc("wasted_tokens", stats.num_wasted_tokens)
     metrics.inc("num_preemptions", stats.num_preemptions)
     metrics.inc("prefix_cache_queries", stats.prefix_queries)
     metrics.inc("prefix_cache_hits", stats.prefix_hits)
+    metrics.inc("kv_store_cpu_hits", stats.cpu_hits)
+    metrics.inc("kv_store_ssd_hits", stats.ssd_hits)
     metrics.observe("iteration_idle_seconds", stats.idle_s)
     metrics.observe("iteration_run_seconds", stats.run_s)
     metrics.observe("plan_seconds", stats.plan_s)

@@ -136,3 +136,13 @@ def test_prometheus_reads_what_the_port_shows(metrics):
         sample.labels["outcome"] for sample in families["nanoflow_requests"].samples if "outcome" in sample.labels
     }
     assert outcomes == {"completed", "cancelled", "expired", "failed"}
+
+
+def test_a_step_that_only_moves_pages_says_nothing_of_fill_and_hits_are_told_by_tier(metrics):
+    metrics.attached("i", capacity())
+    metrics.batch("i", BATCH)
+    metrics.batch("i", replace(BATCH, stats=replace(STATS, num_tokens=0, cpu_hits=32, ssd_hits=16)))
+    assert metric_value(metrics, "nanoflow_dense_batch_fill_ratio_count", instance="i") == 1
+    assert metric_value(metrics, "nanoflow_dense_batch_fill", instance="i") == pytest.approx(48 / 64)
+    assert metric_value(metrics, "nanoflow_kv_store_cpu_hits_total", instance="i") == 32
+    assert metric_value(metrics, "nanoflow_kv_store_ssd_hits_total", instance="i") == 16
