@@ -22,6 +22,7 @@ from control_plane.local_ray import LocalRay
 
 PROBE_TIMEOUT_S = 5.0
 CONNECT_TIMEOUT_S = 30.0
+CANCEL_PATIENCE_S = 5.0
 
 
 @asynccontextmanager
@@ -41,7 +42,7 @@ async def connected(num_cpus: int) -> AsyncIterator[None]:
         return
     local = await LocalRay.start(max(num_cpus, os.cpu_count() or 1))
     try:
-        await _join(local.address, "the Ray that was started here", _node_ip_address="127.0.0.1")
+        await _join(local.address, "the Ray that was started here", CANCEL_PATIENCE_S, _node_ip_address="127.0.0.1")
         try:
             yield
         finally:
@@ -72,8 +73,11 @@ async def _probe(address: str) -> None:
     )
 
 
-async def _join(address: str, what: str, **options: Any) -> None:
-    """ray.init in a thread of its own: it cannot be interrupted, so nobody may have to wait for it."""
+async def _join(address: str, what: str, patience_s: float = 0.0, **options: Any) -> None:
+    """ray.init in a thread of its own: it cannot be interrupted, so nobody may have to wait for it for long.
+
+    patience_s: when cancelled, how long it may take to come to its end.
+    """
     loop = asyncio.get_running_loop()
     joined: asyncio.Future[None] = loop.create_future()
 
@@ -95,10 +99,17 @@ async def _join(address: str, what: str, **options: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, error)
 
-    threading.Thread(target=join, name="ray-init", daemon=True).start()
+    thread = threading.Thread(target=join, name="ray-init", daemon=True)
+    thread.start()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             await joined
+    except asyncio.CancelledError:
+        # Ray aborts this process if its own processes end while it joins them.
+        await asyncio.to_thread(thread.join, patience_s)
+        if ray.is_initialized():
+            ray.shutdown()
+        raise
     except TimeoutError:
         raise StartError(f"{what} has not answered within {CONNECT_TIMEOUT_S:g} s: is it whole? `ray status`") from None
     except (RayError, ConnectionError, RuntimeError, ValueError) as error:
