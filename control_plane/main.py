@@ -50,10 +50,11 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogCo
     """Serve a model by gRPC, with metrics for Prometheus, until SIGTERM."""
     ray_environment.prepare(os.environ)
     with ends_at_once():
+        from control_plane.exit_watchdog import exit_at_once
         from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
 
     _set_up_logging(log)
-    raise typer.Exit(asyncio.run(run(engine, server, limits)))
+    exit_at_once(asyncio.run(run(engine, server, limits)))
 
 
 @app.command()
