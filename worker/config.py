@@ -36,7 +36,6 @@ class WorkerConfig:
     kv_cache_bytes: int | None = None  # per rank, read when num_pages is None; None: CPU_KV_CACHE_BYTES, or what fits
     gpu_memory_utilization: float = 0.97  # share of a GPU's memory that weights, buffers, graphs and KV may fill
     kv_store: str | None = None  # address of a KV store (kvstore.client.ClientConfig.address)
-    kv_store_wait_s: float = 1.0  # that a load may wait for the store's SSD
     expected_input_len: int | None = None  # mean prompt and output tokens; with both, B_dense is what memory keeps full
     expected_output_len: int | None = None
     nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential

@@ -89,7 +89,7 @@ class Worker:
             cache = KVCache(self._cache_shape, dtype, device)
             if config.kv_store is not None:
                 identity = page_identities(config)[self.rank]
-                self._mover = PageMover(cache, identity, open_store(config), config.kv_store_wait_s)
+                self._mover = PageMover(cache, identity, open_store(config))
             self._slots = SlotTable(capacity.max_slots, capacity.max_model_len, capacity.page_size, device)
             self._model = Decoder(
                 self.spec,

@@ -22,6 +22,8 @@ from worker.store_keys import PageIdentity
 
 log = logging.getLogger(__name__)
 
+SSD_WAIT_S = 1.0  # that a load may wait for the store's SSD
+
 
 class Store(Protocol):
     """What is needed of kvstore.client.KVClient."""
@@ -36,9 +38,8 @@ class Store(Protocol):
 class PageMover:
     """Carries out the moves of plans, one after the other in the order they came."""
 
-    def __init__(self, cache: KVCache, identity: PageIdentity, store: Store, wait_s: float) -> None:
-        """wait_s: how long a load may wait for the store's SSD."""
-        self._cache, self._identity, self._store, self._wait_s = cache, identity, store, wait_s
+    def __init__(self, cache: KVCache, identity: PageIdentity, store: Store) -> None:
+        self._cache, self._identity, self._store = cache, identity, store
         self._page_bytes = cache.shape.elements_per_page * cache.layers[0].element_size()
         self._staging = torch.empty(self._page_bytes, dtype=torch.uint8)
         self._bytes = self._staging.numpy().data  # the same memory
@@ -76,7 +77,7 @@ class PageMover:
             self._news.notify()
 
     def _load(self, move: KVMove) -> int:
-        lease = self._store.acquire([self._identity.key(digest) for digest in move.digests], self._wait_s)
+        lease = self._store.acquire([self._identity.key(digest) for digest in move.digests], SSD_WAIT_S)
         if lease is None:
             return 0
         with lease:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,16 +153,18 @@ def _sustained(
 ) -> Reading:
     """Replay the parts of the iteration over all layers until power has settled."""
     replay = executor.replay(snapshot, parts, rows)
+    _run_for(SETTLE_S * min(1.0, seconds / MEASURE_S), replay, meter)
+    return _run_for(seconds, replay, meter)
+
+
+def _run_for(seconds: float, replay: Callable[[], None], meter: GpuMeter) -> Reading:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for span, keep in ((SETTLE_S * min(1.0, seconds / MEASURE_S), False), (seconds, True)):
-        count, joules, start = 0, meter.joules(), time.perf_counter()
-        begin.record()
-        while time.perf_counter() - start < span:
-            for _ in range(4):
-                replay()
-            end.record()
-            end.synchronize()
-            count += 4
-        if keep:
-            return Reading(begin.elapsed_time(end) / count, (meter.joules() - joules) / count)
-    raise AssertionError("unreachable")
+    count, joules, start = 0, meter.joules(), time.perf_counter()
+    begin.record()
+    while time.perf_counter() - start < seconds:
+        for _ in range(4):
+            replay()
+        end.record()
+        end.synchronize()
+        count += 4
+    return Reading(begin.elapsed_time(end) / count, (meter.joules() - joules) / count)
