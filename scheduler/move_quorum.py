@@ -12,15 +12,17 @@ class MoveQuorum:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._open: dict[int, list[int]] = {}  # pages that each rank so far has copied, by the move's number
+        self._open: dict[int, list[KVMoveResult]] = {}  # of each rank so far, by the move's number
 
     def take(self, per_rank: Sequence[Sequence[KVMoveResult]]) -> tuple[KVMoveResult, ...]:
         """The moves that have ended everywhere by one step's results of all ranks; a page counts if all have it."""
         ended = []
         for results in per_rank:
             for result in results:
-                pages = self._open.setdefault(result.number, [])
-                pages.append(result.num_pages)
-                if len(pages) == self._num_ranks:
-                    ended.append(KVMoveResult(result.number, min(self._open.pop(result.number))))
+                words = self._open.setdefault(result.number, [])
+                words.append(result)
+                if len(words) == self._num_ranks:
+                    del self._open[result.number]
+                    num_pages, run_s = min(each.num_pages for each in words), max(each.run_s for each in words)
+                    ended.append(KVMoveResult(result.number, num_pages, run_s))
         return tuple(ended)

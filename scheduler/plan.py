@@ -97,6 +97,7 @@ class KVMoveResult:
 
     number: int  # KVMove.number
     num_pages: int  # leading pages that all ranks have copied, in [0, pages of the move]
+    run_s: float = 0.0  # seconds that it took the slowest rank, waits for the store included, its turn not; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)

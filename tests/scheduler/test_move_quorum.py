@@ -9,10 +9,10 @@ from scheduler.move_quorum import MoveQuorum
 from scheduler.plan import KVMoveResult
 
 
-def test_a_move_has_ended_when_every_rank_says_so_and_the_fewest_pages_count():
+def test_a_move_has_ended_when_every_rank_says_so_and_the_fewest_pages_and_the_slowest_count():
     quorum = MoveQuorum(2)
-    assert quorum.take([[KVMoveResult(0, 5)], []]) == ()
-    assert quorum.take([[KVMoveResult(1, 2)], [KVMoveResult(0, 3)]]) == (KVMoveResult(0, 3),)
+    assert quorum.take([[KVMoveResult(0, 5, 0.3)], []]) == ()
+    assert quorum.take([[KVMoveResult(1, 2)], [KVMoveResult(0, 3, 0.2)]]) == (KVMoveResult(0, 3, 0.3),)
     assert quorum.take([[], [KVMoveResult(1, 2)]]) == (KVMoveResult(1, 2),)
 
 
