@@ -86,6 +86,11 @@ class KVClient:
         self.breaker = Breaker(config.breaker, clock)
         self.counters = Counters(COUNTERS)
 
+    def arena(self) -> memoryview | None:
+        """All of the store's memory, as its leases have it; None while no store answers."""
+        attached = self._attach()
+        return None if attached is None else attached.mapping.view
+
     def lookup(self, keys: Sequence[KVKey]) -> list[Tier]:
         """Tiers of the leading keys that are there."""
         keys = keys[:MAX_KEYS_PER_CALL]

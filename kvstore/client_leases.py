@@ -47,6 +47,11 @@ class _Lease:
         """Whether the store may have given the bytes to others: what was read since it was last False is void."""
         return self._released or self._arrival.is_over
 
+    @property
+    def arena(self) -> memoryview:
+        """All of the store's memory, the same object for all leases while it is mapped: to register it for DMA."""
+        return self._arrival.arena
+
     def release(self) -> None:
         """Give it back, without waiting. Idempotent."""
         if not self._released:

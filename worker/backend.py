@@ -12,9 +12,10 @@ from scheduler.ports import Executor
 from worker import cuda_loading
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.executor import LocalExecutor, Worker, page_identities
+from worker.executor import LocalExecutor, Worker
 from worker.memory_need import check_memory
 from worker.store_client import open_store
+from worker.store_keys import page_identities
 from worker.store_prefixes import StorePrefixes
 from worker.weights import Progress
 

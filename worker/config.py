@@ -18,6 +18,8 @@ class DeviceDefaults:
 CPU_KV_CACHE_BYTES = 512 << 20
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(256, 64, 16), "cuda": DeviceDefaults(2048, 1536, 64)}
 
+AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # what --dtype auto is
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
@@ -25,7 +27,7 @@ class WorkerConfig:
 
     model_dir: Path  # Hugging Face folder
     load_format: str = "auto"  # auto, safetensors: real weights; dummy: random ones from config.json alone
-    dtype: str = "auto"  # of weights, activations and KV; auto is float32 on a CPU, bfloat16 on a GPU
+    dtype: str = "auto"  # of weights, activations and KV; see AUTO_DTYPES
     device: str = "cpu"  # or cuda
     tensor_parallel_size: int = 1
     max_batch_tokens: int = 256  # B_dense

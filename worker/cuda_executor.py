@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from scheduler.plan import EngineCapacity, IterationPlan, SlotFault, StepResult
 from scheduler.ports import ExecutorError
@@ -20,6 +21,9 @@ from worker.config import WorkerConfig
 from worker.cuda_loading import SAMPLE_SIZES, LoadedModel, graph_key, load_model
 from worker.cuda_model import CudaModel, GraphKey
 from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView, HostSlots, Packed
+from worker.executor import EMPTY_STEP_S
+from worker.store_client import open_mover
+from worker.store_pages import PageMover
 from worker.weights import Progress
 
 _RING = 4  # pinned blocks: one more than plans can be on their way
@@ -55,6 +59,10 @@ class CudaExecutor:
         self._capacity, self._memory = self._loaded.capacity, self._loaded.memory
         self._device = torch.device(config.device)
         self._cuda = self._device.type == "cuda"
+        self._mover: PageMover | None = None
+        if config.kv_store is not None:
+            with torch.inference_mode():
+                self._mover = open_mover(config, 0, self._loaded.cache, self._loaded.staging)
         self._slots = HostSlots(limits)
         num_samples = min(limits.rows, limits.slots)
         self._stages = [_Stage(limits, num_samples, self._cuda) for _ in range(_RING)]
@@ -66,24 +74,34 @@ class CudaExecutor:
     def capacity(self) -> EngineCapacity:
         return self._capacity
 
-    def submit(self, plan: IterationPlan) -> CudaStep:
+    def submit(self, plan: IterationPlan) -> CudaStep | MovesStep:
         """Queue a plan on the device and return at once. Raises ExecutorError once closed."""
         if self._closed:
             raise ExecutorError("the executor is closed")
         stage, before = self._stages[self._num_submitted % _RING], self._last
         if self._cuda and self._num_submitted >= _RING:
             stage.done.synchronize()  # its block is free again
+        if self._mover is not None:
+            self._mover.start(plan.moves)
+        self._num_submitted += 1
         with torch.inference_mode():
             packed = self._slots.pack(plan, stage.view)
+            if self._mover is not None and not len(plan.slots):
+                cells = plan.page_slots.astype(np.int64) * self._slots.limits.pages_per_slot + plan.page_indexes
+                self._set_pages(cells, plan.page_ids)
+                self._last = None
+                return MovesStep(plan.step, self._mover)
             self._queue(plan, packed, stage)
-        self._num_submitted += 1
         self._last = stage
-        return CudaStep(plan.step, packed, stage, before, self._cuda)
+        return CudaStep(plan.step, packed, stage, before, self._cuda, self._mover)
 
     def close(self) -> None:
         """Wait for the device and free everything. Idempotent."""
-        if not self._closed and self._cuda:
-            torch.cuda.synchronize()
+        if not self._closed:
+            if self._mover is not None:
+                self._mover.close()
+            if self._cuda:
+                torch.cuda.synchronize()
         self._closed = True
         self._loaded = None
 
@@ -115,9 +133,7 @@ class CudaExecutor:
     def _queue(self, plan: IterationPlan, packed: Packed, stage: _Stage) -> None:
         model = self.model
         model.view.block.copy_(stage.view.block, non_blocking=True)
-        if len(packed.extra_cells):
-            cells, pages = (torch.from_numpy(a).to(self._device) for a in (packed.extra_cells, packed.extra_pages))
-            model.page_table.view(-1)[cells.long()] = pages
+        self._set_pages(packed.extra_cells, packed.extra_pages)
         if self._cuda:
             stage.begin.record()
         stage.key = graph_key(self._capacity.buckets[plan.bucket].batch_tokens, packed.has_prefill)
@@ -128,6 +144,12 @@ class CudaExecutor:
         stage.sampled.copy_(model.sampled, non_blocking=True)
         if self._cuda:
             stage.done.record()
+
+    def _set_pages(self, cells: NDArray[np.integer], pages: NDArray[np.int32]) -> None:
+        """Page table changes that no block carries."""
+        if len(cells):
+            places, values = (torch.from_numpy(a).to(self._device) for a in (cells, pages))
+            self.model.page_table.view(-1)[places.long()] = values
 
     def _sample(self, packed: Packed) -> None:
         """Replace the greedy choices where a temperature asks for it: queued, like all else."""
@@ -145,6 +167,7 @@ class CudaStep:
     stage: _Stage
     before: _Stage | None
     cuda: bool
+    mover: PageMover | None
 
     def done(self) -> bool:
         """Whether result() would return at once."""
@@ -161,7 +184,8 @@ class CudaStep:
         slots = self.packed.sample_slots
         sampled = self.stage.sampled.numpy()[: len(slots)].copy()
         faults = tuple(SlotFault(int(slot), "the model's logits are not finite") for slot in slots[sampled < 0])
-        return StepResult(self.step, np.maximum(sampled, 0), faults, idle_s, run_s)
+        moves = () if self.mover is None else self.mover.take_ended()
+        return StepResult(self.step, np.maximum(sampled, 0), faults, idle_s, run_s, moves)
 
     def _wait(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -174,3 +198,20 @@ class CudaStep:
             if isinstance(error, ExecutorError):
                 raise
             raise ExecutorError(f"the device failed in step {self.step}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class MovesStep:
+    """A plan without rows: only moves, which the device's steps neither wait for nor delay."""
+
+    step: int
+    mover: PageMover
+
+    def done(self) -> bool:
+        """Whether result() would return soon: always."""
+        return True
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        """Wait until a move has ended, or a moment."""
+        moves = self.mover.take_ended(EMPTY_STEP_S)
+        return StepResult(self.step, np.empty(0, np.int32), (), 0.0, 0.0, moves)

@@ -6,6 +6,7 @@ happens after the start.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from worker.executor import CapacityError
 from worker.kernel_set import KernelSet, ReferenceKernels, TritonKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
+from worker.page_copy_cuda import take_staging
 from worker.sharding import shard
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
 
@@ -43,6 +45,8 @@ class LoadedModel:
     limits: BatchLimits
     capacity: EngineCapacity
     dtype: torch.dtype  # of weights, activations and KV
+    cache: KVCache
+    staging: torch.Tensor | None  # for pages on their way to and from a KV store (page_copy_cuda)
     memory: DeviceMemory | None  # None without a GPU
 
 
@@ -76,6 +80,8 @@ class _Loader:
         self._cuda = self._device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise CapacityError("there is no CUDA GPU here: `nanoflow doctor` says what is missing, or use the CPU")
+        if self._cuda and config.kv_store is not None and importlib.util.find_spec("cupy") is None:
+            raise CapacityError("--kv-store on a GPU needs CuPy: pip install cupy-cuda13x, or the one of your CUDA")
         self._dtype = _DTYPES[config.dtype]
         self._buckets = _batch_sizes(config.max_batch_tokens)
         self._max_len = min(config.max_model_len or spec.max_position, spec.max_position)
@@ -88,6 +94,8 @@ class _Loader:
             prefill_tokens=128 >> (group - 1).bit_length(),
             decode_target=max(1, 4 * 132 // spec.num_kv_heads) * 2,
         )
+        self._page_bytes = self._shape(1).elements_per_page * self._dtype.itemsize
+        self._staging: torch.Tensor | None = None
         self._memory: DeviceMemory | None = None
 
     def load(self) -> LoadedModel:
@@ -103,10 +111,13 @@ class _Loader:
             group = spec.num_heads // spec.num_kv_heads
             kernels = TritonKernels(device, spec.num_kv_heads, group, spec.head_dim, self._limits.max_partials)
         self._model = CudaModel(spec, weights, self._limits, kernels, self._max_len, device)
+        if self._cuda and config.kv_store is not None:
+            self._staging = take_staging(self._page_bytes, device)
         if self._cuda:
             self._warm_up(self._buckets, self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
-        self._model.use_cache(KVCache(self._shape(num_pages), self._dtype, device))
+        cache = KVCache(self._shape(num_pages), self._dtype, device)
+        self._model.use_cache(cache)
         self._fit_buckets(num_pages)
         if self._cuda:
             self._capture()
@@ -118,7 +129,7 @@ class _Loader:
             buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(self._buckets)),
         )
         self._progress("ready", 1.0)
-        return LoadedModel(spec, self._model, self._limits, capacity, self._dtype, self._memory)
+        return LoadedModel(spec, self._model, self._limits, capacity, self._dtype, cache, self._staging, self._memory)
 
     def _warm_up(self, buckets: Sequence[int], progress: Progress) -> None:
         """Compile and choose all kernels, the largest batch first, on one page of cache."""
@@ -158,7 +169,7 @@ class _Loader:
         return KVCacheShape(spec.num_layers, num_pages, spec.num_kv_heads, self._config.page_size, spec.head_dim)
 
     def _num_pages(self, weight_bytes: int) -> int:
-        config, page_bytes = self._config, self._shape(1).elements_per_page * self._dtype.itemsize
+        config, page_bytes = self._config, self._page_bytes
         if self._cuda:
             self._memory = self._list_memory(weight_bytes)
         num_pages = config.num_pages
@@ -183,12 +194,14 @@ class _Loader:
     def _list_memory(self, weight_bytes: int) -> DeviceMemory:
         free, total = torch.cuda.mem_get_info()
         reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+        staging = 0 if self._staging is None else self._staging.nbytes
         return DeviceMemory(
             total=total,
             spared=int(total * (1 - self._config.gpu_memory_utilization)),
             others=total - free - reserved,
             weights=weight_bytes,
-            buffers=reserved - weight_bytes,
+            buffers=reserved - weight_bytes - staging,
+            staging=staging,
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
             graphs=len(_graph_keys(self._buckets)) * _GRAPH_BYTES,
@@ -201,8 +214,6 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
         raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
     if config.nano_batches != 1 or config.schedule_files:
         raise CapacityError("a GPU runs the sequential schedule only, so far: leave --nano-batches at 1")
-    if config.kv_store is not None:
-        raise CapacityError("--kv-store is not supported on GPUs yet: leave it out")
     known = [name for name, dtype in _DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
     if config.dtype not in known:
         raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")

@@ -18,6 +18,7 @@ class DeviceMemory:
     buffers: int  # activations, page table and plan of the largest batch
     working: int  # what kernels need for the time of an iteration
     graphs: int  # as reserved; what they took is measured afterwards
+    staging: int = 0  # what pages pass through on their way to and from a KV store
     kv_cache: int = 0
 
     @property

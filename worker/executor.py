@@ -32,8 +32,7 @@ from worker.nano_pipeline import NanoPipeline
 from worker.parallel import TensorParallelGroup, make_group
 from worker.sampler import SamplingRows, sample
 from worker.sharding import Shard, shard
-from worker.store_client import open_store
-from worker.store_keys import PageIdentity, fingerprint
+from worker.store_client import open_mover
 from worker.store_pages import PageMover
 from worker.weights import DummySource, ModelLoadError, Progress, SafetensorsSource
 
@@ -88,8 +87,7 @@ class Worker:
             self._group = make_group(self.rank, self._shard.size, rendezvous, config.join_timeout_s)
             cache = KVCache(self._cache_shape, dtype, device)
             if config.kv_store is not None:
-                identity = page_identities(config)[self.rank]
-                self._mover = PageMover(cache, identity, open_store(config))
+                self._mover = open_mover(config, self.rank, cache)
             self._slots = SlotTable(capacity.max_slots, capacity.max_model_len, capacity.page_size, device)
             self._model = Decoder(
                 self.spec,
@@ -205,15 +203,6 @@ class LocalStep:
             raise ExecutorError(f"the step did not end within {timeout_s} s") from None
         except Exception as error:
             raise ExecutorError(f"the step failed: {error}") from error
-
-
-def page_identities(config: WorkerConfig) -> list[PageIdentity]:
-    """What the KV pages of each rank are, for the store."""
-    spec = ModelSpec.from_folder(config.model_dir)
-    model = fingerprint(config.model_dir, config.seed if config.load_format == "dummy" else None)
-    ranks = range(config.tensor_parallel_size)
-    shapes = [_cache_shape(config, spec, shard(spec, len(ranks), rank)) for rank in ranks]
-    return [PageIdentity(model, "float32", shape, rank, len(ranks)) for rank, shape in zip(ranks, shapes)]
 
 
 def _default_threads(num_ranks: int) -> int:

@@ -11,8 +11,11 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from autosearch.specs import ModelSpec
 from kvstore.keys import KVKey, checked_key
+from worker.config import AUTO_DTYPES, WorkerConfig
 from worker.kv_cache import KVCacheShape
+from worker.sharding import shard
 
 LAYOUT = 1  # of a page's bytes (worker.store_pages): another layout is another number
 _SAMPLE_BYTES = 4096
@@ -39,6 +42,17 @@ class PageIdentity:
         layout = [LAYOUT, shape.num_layers, shape.num_kv_heads, shape.page_size, shape.head_dim]
         facts = [self.model.hex(), self.dtype, layout, self.rank, self.num_ranks]
         return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+
+
+def page_identities(config: WorkerConfig) -> list[PageIdentity]:
+    """What the KV pages of each rank are. Raises UnsupportedModelError or ShardingError."""
+    spec = ModelSpec.from_folder(config.model_dir)
+    model = fingerprint(config.model_dir, config.seed if config.load_format == "dummy" else None)
+    dtype = AUTO_DTYPES[config.device] if config.dtype == "auto" else config.dtype
+    num_ranks = config.tensor_parallel_size
+    heads = [shard(spec, num_ranks, rank).num_kv_heads for rank in range(num_ranks)]
+    shapes = [KVCacheShape(spec.num_layers, 1, num, config.page_size, spec.head_dim) for num in heads]
+    return [PageIdentity(model, dtype, shape, rank, num_ranks) for rank, shape in enumerate(shapes)]
 
 
 def fingerprint(folder: Path, dummy_seed: int | None = None) -> bytes:

@@ -1,14 +1,19 @@
-"""Copies KV pages between a rank's cache and the store, in a thread of its own, beside the iterations.
+"""Carries out moves of KV pages between a rank's cache and the store, in threads of its own, beside the iterations.
 
-Every move ends, with a count of the leading pages that were copied whole: whatever the store does costs time only.
-On a CPU the copies are plain memory copies. Knows nothing of why pages move.
+Loads and saves have a thread each: a load, for which a request waits, is not queued behind saves, and a link works
+in both directions at once. Every move ends, with a count of the leading pages that were copied whole: whatever the
+store does costs time only. Knows nothing of why pages move, nor of how bytes are copied.
+
+No move waits for an iteration, nor the other way round (scheduler.plan.KVMove): pages to save were filled by steps
+that have ended, and pages that are loaded are used by steps that are planned after the move's result.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -17,7 +22,7 @@ import torch
 from kvstore.client_leases import ReadLease, WriteLease
 from kvstore.keys import KVKey
 from scheduler.plan import KVMove, KVMoveResult, MoveKind
-from worker.kv_cache import KVCache
+from worker.page_copy import PageCopier
 from worker.store_keys import PageIdentity
 
 log = logging.getLogger(__name__)
@@ -36,21 +41,27 @@ class Store(Protocol):
 
 
 class PageMover:
-    """Carries out the moves of plans, one after the other in the order they came."""
+    """Carries out the moves of plans: those of each kind one after the other, in the order they came."""
 
-    def __init__(self, cache: KVCache, identity: PageIdentity, store: Store) -> None:
-        self._cache, self._identity, self._store = cache, identity, store
-        self._page_bytes = cache.shape.elements_per_page * cache.layers[0].element_size()
-        self._staging = torch.empty(self._page_bytes, dtype=torch.uint8)
-        self._bytes = self._staging.numpy().data  # the same memory
+    def __init__(
+        self,
+        loads: PageCopier,
+        saves: PageCopier,
+        identity: PageIdentity,
+        store: Store,
+        prepare_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A copier for each direction; prepare_thread is called first thing in each thread."""
+        self._loads, self._saves = loads, saves
+        self._identity, self._store = identity, store
         self._ended: list[KVMoveResult] = []
         self._news = threading.Condition()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-moves")
+        self._threads = {kind: ThreadPoolExecutor(1, f"kv-{kind}", initializer=prepare_thread) for kind in MoveKind}
 
     def start(self, moves: Sequence[KVMove]) -> None:
         """Begin with these, and return at once."""
         for move in moves:
-            self._thread.submit(self._run, move)
+            self._threads[move.kind].submit(self._run, move)
 
     def take_ended(self, wait_s: float = 0.0) -> tuple[KVMoveResult, ...]:
         """Moves that ended since the last call; waits so long for a first one."""
@@ -61,19 +72,22 @@ class PageMover:
         return ended
 
     def close(self) -> None:
-        """Drop moves that have not begun and wait for the one that has."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        """Drop moves that have not begun and wait for those that have."""
+        for thread in self._threads.values():
+            thread.shutdown(wait=True, cancel_futures=True)
+        self._loads.close()
+        self._saves.close()
         self._store.close()
 
     def _run(self, move: KVMove) -> None:
-        num_pages = 0
+        num_pages, began_s = 0, time.monotonic()
         try:
             with torch.inference_mode():
                 num_pages = self._load(move) if move.kind == MoveKind.LOAD else self._save(move)
         except Exception:
             log.exception("move %d failed", move.number)
         with self._news:
-            self._ended.append(KVMoveResult(move.number, num_pages))
+            self._ended.append(KVMoveResult(move.number, num_pages, time.monotonic() - began_s))
             self._news.notify()
 
     def _load(self, move: KVMove) -> int:
@@ -81,34 +95,59 @@ class PageMover:
         if lease is None:
             return 0
         with lease:
-            for number, page in enumerate(move.page_ids[: len(lease.blocks)]):
-                # By way of a buffer, verified there: a page never holds what may be wrong.
-                if not lease.copy(number, self._bytes):
-                    return number
-                self._scatter(page)
-            return min(len(lease.blocks), len(move.page_ids))
+            try:
+                return self._fetch(lease, move.page_ids[: len(lease.blocks)])
+            finally:
+                self._loads.settle()
+
+    def _fetch(self, lease: ReadLease, pages: Sequence[int]) -> int:
+        """How many leading pages now hold the lease's records."""
+        copier, num_slots = self._loads, self._loads.num_slots
+        parts = _parts(len(pages), copier.slot_pages)
+        for slot, part in enumerate(parts[:num_slots]):
+            copier.fetch(slot, lease, part)
+        for turn, part in enumerate(parts):
+            slot = turn % num_slots
+            # By way of the slot, verified there: a page never holds what may be wrong.
+            num_whole = copier.num_whole(slot)
+            copier.scatter(slot, pages[part.start : part.start + num_whole])
+            if num_whole < len(part):
+                return part.start + num_whole
+            if turn + num_slots < len(parts):
+                copier.fetch(slot, lease, parts[turn + num_slots])
+        return len(pages)
 
     def _save(self, move: KVMove) -> int:
-        lease = self._store.reserve([self._identity.key(digest) for digest in move.digests], self._page_bytes)
+        keys = [self._identity.key(digest) for digest in move.digests]
+        lease = self._store.reserve(keys, self._saves.page_bytes)
         if lease is None:
             return 0
         with lease:
-            for number in lease.wanted:
-                self._gather(move.page_ids[number])
-                if not lease.write(number, self._bytes):
-                    return 0
+            try:
+                is_done = self._send(lease, move.page_ids)
+            finally:
+                self._saves.settle()
             # Those that were not wanted are there already.
-            return len(move.page_ids) if not lease.wanted or lease.commit() else 0
+            return len(move.page_ids) if is_done and (not lease.wanted or lease.commit()) else 0
 
-    def _gather(self, page: int) -> None:
-        self._paged(self._staging).copy_(torch.stack([layer[:, page] for layer in self._cache.layers]))
+    def _send(self, lease: WriteLease, pages: Sequence[int]) -> bool:
+        """Whether all records that are wanted have been written whole."""
+        copier, num_slots, wanted = self._saves, self._saves.num_slots, lease.wanted
+        parts = [wanted[part.start : part.stop] for part in _parts(len(wanted), copier.slot_pages)]
 
-    def _scatter(self, page: int) -> None:
-        for layer, values in zip(self._cache.layers, self._paged(self._staging)):
-            layer[:, page] = values
+        def send(slot: int, numbers: Sequence[int]) -> None:
+            copier.send(slot, [pages[number] for number in numbers], lease, numbers)
 
-    def _paged(self, staging: torch.Tensor) -> torch.Tensor:
-        """A page's bytes as [layers, K and V, heads, page size, head dim]."""
-        shape = self._cache.shape
-        values = staging.view(self._cache.layers[0].dtype)
-        return values.view(shape.num_layers, 2, shape.num_kv_heads, shape.page_size, shape.head_dim)
+        for slot, part in enumerate(parts[:num_slots]):
+            send(slot, part)
+        for turn in range(len(parts)):
+            if not copier.seal(turn % num_slots):
+                return False
+            if turn + num_slots < len(parts):
+                send(turn % num_slots, parts[turn + num_slots])
+        return True
+
+
+def _parts(length: int, most: int) -> list[range]:
+    """[0, length) in pieces of at most so many."""
+    return [range(first, min(first + most, length)) for first in range(0, length, most)]

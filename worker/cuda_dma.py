@@ -1,0 +1,67 @@
+"""What the copiers of one GPU share: its copy engines, host memory registered for them, threads for checksums.
+
+By CuPy, which lets other Python threads run meanwhile. Knows nothing of pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from worker import numa
+from worker.dma_memory import DmaMemory
+
+log = logging.getLogger(__name__)
+
+_MAX_CHECK_THREADS = 8  # enough to keep up with a link, few beside the engine's own
+_PORTABLE = 1  # cudaHostRegisterPortable
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
+
+
+class CudaDma:
+    """One GPU's. To be closed by the last copier; idempotent."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Raises ImportError without CuPy."""
+        import cupy
+
+        self._runtime, self._device = cupy.cuda.runtime, device.index or 0
+        self._pci_id: str = self._runtime.deviceGetPCIBusId(self._device)
+        self.memory = DmaMemory(
+            lambda address, num_bytes: self._runtime.hostRegister(address, num_bytes, _PORTABLE),
+            lambda address: self._runtime.hostUnregister(address),
+        )
+        num_checks = max(1, min(_MAX_CHECK_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self.checks = ThreadPoolExecutor(num_checks, "kv-checks", initializer=self._bind_thread)
+
+    def prepare_thread(self) -> None:
+        """For a thread that will copy: beside the GPU, and with the GPU as its current device."""
+        self._bind_thread()
+        torch.cuda.set_device(self._device)
+
+    def register_ahead(self, arena: memoryview) -> None:
+        """Register a whole arena now, while nothing else runs, instead of at first use."""
+        began_s, region = time.monotonic(), self.memory.lend(arena)
+        if region.register_all():
+            log.info("%.1f GB of the KV store registered in %.2f s", arena.nbytes / 1e9, time.monotonic() - began_s)
+        self.memory.give_back(region)
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        """Queue a copy from pinned or registered host memory to the device."""
+        self._runtime.memcpyAsync(target, source, num_bytes, _HOST_TO_DEVICE, stream.cuda_stream)
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
+        """Queue a copy from the device to pinned or registered host memory."""
+        self._runtime.memcpyAsync(target, source, num_bytes, _DEVICE_TO_HOST, stream.cuda_stream)
+
+    def close(self) -> None:
+        """End the threads and unregister everything. Nothing is under way."""
+        self.checks.shutdown(wait=True)
+        self.memory.close()
+
+    def _bind_thread(self) -> None:
+        numa.bind_thread(self._pci_id)
