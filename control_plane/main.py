@@ -19,7 +19,7 @@ from rich.console import Console
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
-from control_plane import kvstore_command, ray_environment, search_commands
+from control_plane import kvstore_command, offload_command, ray_environment, search_commands
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.interrupts import ends_at_once
@@ -40,6 +40,7 @@ bench_app = typer.Typer(help="Benchmarks. Each prints its setting and ends in on
 app.add_typer(bench_app, name="bench")
 search_commands.register(app)
 kvstore_command.register(app)
+offload_command.register(bench_app)
 
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 from store_calls import put_all
 
+from control_plane.bench.offload_ideal import Use, ideal_hits
 from kvstore.keys import Tier
 from kvstore.service import KVService
 from kvstore.settings import KVServiceConfig
@@ -27,22 +27,6 @@ def requests() -> list[list[bytes]]:
         pytest.skip(f"{TRACE} is not there; NANOFLOW_SHARED names the folder with traces/")
     with TRACE.open() as file:
         return [[number.to_bytes(32, "big") for number in json.loads(line)["hash_ids"]] for line in file]
-
-
-def ideal_hits(requests: list[list[bytes]], capacity: int) -> int:
-    """Leading blocks found by an LRU that uses each block in turn."""
-    order: OrderedDict[bytes, None] = OrderedDict()
-    hits = 0
-    for keys in requests:
-        leading = True
-        for key in keys:
-            leading = leading and key in order
-            hits += leading
-            order[key] = None
-            order.move_to_end(key)
-            if len(order) > capacity:
-                order.popitem(last=False)
-    return hits
 
 
 def store_hits(service: KVService, requests: list[list[bytes]]) -> dict[Tier, int]:
@@ -63,7 +47,7 @@ def test_one_tier_hits_as_often_as_the_ideal(requests, capacity):
     service = KVService(KVServiceConfig(capacity * SLOT, slab_bytes=100 * SLOT))
     num_blocks = sum(map(len, requests))
     found = sum(store_hits(service, requests).values())
-    ideal = ideal_hits(requests, capacity)
+    ideal = ideal_hits(map(Use, requests), capacity)
     print(f"{capacity} records: {found / num_blocks:.3%} of {num_blocks} blocks hit, ideal {ideal / num_blocks:.3%}")
     assert abs(found - ideal) / num_blocks < 0.005
     service.check_integrity()
@@ -85,7 +69,7 @@ def test_two_tiers_hit_as_often_as_one_of_the_larger_ones_size(requests, tmp_pat
     num_blocks = sum(map(len, requests))
     hits = store_hits(service, requests)
     on_ssd = (ssd_bytes - index_bytes_for(ssd_bytes)) // SLOT
-    ideal = ideal_hits(requests, on_ssd)
+    ideal = ideal_hits(map(Use, requests), on_ssd)
     dropped = service.counters["demotions_dropped"] + service.counters["demotions_late"]
     print(f"{hits} of {num_blocks}, ideal {ideal} with {on_ssd} records, {dropped} copies to SSD not made")
     assert hits[Tier.SSD] > 0

@@ -1,0 +1,38 @@
+"""What `bench offload` can be asked for. Plain data; imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from control_plane.bench.offload_rounds import ROUNDS_FILE
+
+
+class Sweep(StrEnum):
+    """What is varied."""
+
+    CPU = "cpu"
+    SSD = "ssd"
+    ROUNDS = "rounds"
+    SHARE = "share"
+    LENGTH = "length"
+    ENGINES = "engines"
+    PAGE = "page"
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationOptions:
+    """What to play, and on what. Budgets in tokens."""
+
+    rounds: Path = ROUNDS_FILE
+    mooncake: Path | None = None  # a trace of blocks, instead of the rounds
+    limit: int | None = None  # conversations, or requests of the trace, at most
+    page_size: int = 64
+    gpu_tokens: int = 1 << 17
+    cpu_tokens: int = 1 << 20
+    ssd_tokens: int = 0
+    ssd_after_hits: int = 0
+    num_engines: int = 1
+    sweeps: tuple[Sweep, ...] = ()
+    plot: Path | None = None  # picture of the hit rate over the CPU budget
