@@ -2,8 +2,8 @@
 
 In order of arrival, as far as slots, this iteration's prefill tokens and the forecast of pages allow. One that
 does not fit may be passed by later ones, but only so often: then nobody is started before it. With a KV store, one
-that waits for its answer lets others pass, and one whose pages are there starts when they have come. Knows nothing
-of decodes, preemption or results.
+that waits for its answer, or for a load that another has begun, lets others pass, and one whose pages are there
+starts when they have come. Knows nothing of decodes, preemption or results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from scheduler.scheduler_config import SchedulerConfig
 from scheduler.slot_table import SlotState, SlotTable
 from scheduler.tracked_request import TrackedRequest
 
-_MAX_ASKING = 256  # waiting requests that may be passed in one iteration because they wait for the store's answer
+_MAX_ASKING = 256  # waiting requests that may be passed in one iteration because they wait for the store
 
 
 class Admission:
@@ -57,7 +57,7 @@ class Admission:
         room = _Room(self._config, self._capacity, self._pool, self._slots, num_tokens)
         forecast = _Forecast(self._capacity, self._pool, self._slots, self._lengths)
         blocked: list[TrackedRequest] = []  # do not fit
-        num_asking = 0  # wait for the store's answer
+        num_asking = 0  # wait for the store
         while len(blocked) < self._config.lookahead and num_asking < _MAX_ASKING:
             index = len(blocked) + num_asking
             if index >= len(self._waiting) or not self._slots.has_free or not room.has_room or self._is_barred(blocked):
@@ -67,7 +67,12 @@ class Admission:
                 num_asking += 1
                 continue
             hits = self._find_prefix(request)
-            num_loads = 0 if self._transfer is None else self._transfer.num_loadable(request, len(hits))
+            num_loads = 0
+            if self._transfer is not None:
+                if self._transfer.waits_beyond(request, len(hits), now):
+                    num_asking += 1
+                    continue
+                num_loads = self._transfer.num_worth_loading(request, len(hits))
             if room.takes(request, hits, num_loads) and forecast.takes(request, hits):
                 room.take(request, hits, num_loads)
                 self._place(draft, request, hits, num_loads, now)
@@ -98,14 +103,11 @@ class Admission:
         return hits
 
     def _place(self, draft: PlanDraft, request: TrackedRequest, hits: list[int], num_loads: int, now: float) -> None:
-        slot = self._residence.place(request, hits)
-        if num_loads:
-            assert self._transfer is not None, "pages to load without a store"
-            self._transfer.load(draft, slot, num_loads, now)
-            return
+        self._residence.place(request, hits)
         if self._transfer is not None:
-            self._transfer.leave(request)
-        self._begin(draft, request, len(hits) * self._capacity.page_size, now)
+            self._transfer.start(draft, request, num_loads, now)
+        if not num_loads:
+            self._begin(draft, request, len(hits) * self._capacity.page_size, now)
 
     def _begin(self, draft: PlanDraft, request: TrackedRequest, num_cached: int, now: float) -> None:
         """Its first num_cached tokens lie in its pages: from now on the ranks know it."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 
 def root_digest(salt: str) -> bytes:
@@ -36,6 +37,8 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self._hit: set[int] = set()  # live pages that were taken through the prefix cache
+        self._num_hits = [0] * num_pages  # of each page's contents, as far as anybody counts them
+        self.on_give_up: Callable[[bytes], None] | None = None  # told of each content that is given up for another
 
     @property
     def num_free(self) -> int:
@@ -71,6 +74,8 @@ class PagePool:
         assert num_pages <= self.num_available, f"{num_pages} pages wanted, {self.num_available} available"
         for _ in range(num_pages - len(self._free)):
             page, _ = self._cached.popitem(last=False)
+            if self.on_give_up is not None:
+                self.on_give_up(self._digest_of[page])
             self._forget(page)
             self._free.append(page)
         cut = len(self._free) - num_pages
@@ -100,14 +105,32 @@ class PagePool:
         self.hold(pages)
         self._hit.update(pages)
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Drop one reference to each page of a sequence; its last pages will be given up first."""
+    def count_hits(self, pages: Sequence[int]) -> None:
+        """A request uses these pages' contents, which another has computed."""
+        for page in pages:
+            self._num_hits[page] += 1
+
+    def num_hits(self, page: int) -> int:
+        """How often count_hits() was told of the page with its present contents."""
+        return self._num_hits[page]
+
+    def oldest_cached(self, num_pages: int) -> list[tuple[int, bytes]]:
+        """The pages that allocate() would give up next, and what they hold; fewer where there are not so many."""
+        return [(page, self._digest_of[page]) for page in islice(self._cached, num_pages)]
+
+    def release(self, pages: Sequence[int], as_oldest: bool = False) -> None:
+        """Drop one reference to each page of a sequence; its last pages will be given up first.
+
+        as_oldest: they go to the head of those to be given up, where oldest_cached() found them in this order.
+        """
         for page in reversed(pages):
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._hit.discard(page)
                 if page in self._digest_of:
                     self._cached[page] = None
+                    if as_oldest:
+                        self._cached.move_to_end(page, last=False)
                 else:
                     self._free.append(page)
 
@@ -118,6 +141,7 @@ class PagePool:
             if digest not in page_of and page not in digest_of:
                 page_of[digest] = page
                 digest_of[page] = digest
+                self._num_hits[page] = 0
 
     def flush(self) -> int:
         """Forget all contents; live pages stay with their requests. Returns how many pages were forgotten."""

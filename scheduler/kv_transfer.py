@@ -1,8 +1,9 @@
 """The KV store as the scheduler uses it: pages that requests get from it, and pages that it is given.
 
-A load belongs to a slot that waits for it; a store belongs to nobody. Both refer to their pages until the executor
+A load belongs to a slot that waits for it; a save belongs to nobody. Both refer to their pages until the executor
 says that they have ended, whatever becomes of the request in the meantime: a copy that comes late never reaches a
-page that is another's by then. Knows nothing of who is started, nor of what the store or a copy is.
+page that is another's by then. Pages that are being loaded are loaded once: others that need them wait for that
+load. Knows nothing of who is started, nor of what the store or a copy is.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from scheduler.move_costs import MoveCosts
+from scheduler.page_moves import PageMoves
+from scheduler.page_saves import PageSaves
 from scheduler.plan import EngineCapacity, KVMove, KVMoveResult, MoveCounts, MoveKind, StoreTier
 from scheduler.plan_draft import PlanDraft
-from scheduler.ports import ExecutorError, PrefixStore
+from scheduler.ports import PrefixStore
 from scheduler.prefetch import Prefetch
 from scheduler.residence import Residence
-from scheduler.scheduler_config import StoreConfig
+from scheduler.scheduler_config import StoreConfig, WritePolicy
 from scheduler.slot_table import SlotState
-from scheduler.store_backlog import StoreBacklog
 from scheduler.tracked_request import Fetch, TrackedRequest
-
-_MAX_HELD_SHARE = 8  # stores on the way hold at most one page in so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +31,30 @@ class _Load:
 
     request: TrackedRequest
     fetch: Fetch
-    overdue_s: float  # from then on the request does not wait for it
+    tiers: tuple[StoreTier, ...]  # of its pages
+    overdue_s: float  # from then on nobody waits for it
 
 
 class KVTransfer:
-    """Questions, loads and stores of one instance."""
+    """Questions, loads and saves of one instance."""
 
     def __init__(self, config: StoreConfig, store: PrefixStore, capacity: EngineCapacity, residence: Residence) -> None:
         self._config = config
+        self._page_size = capacity.page_size
         self._residence = residence
-        self._prefetch = Prefetch(config, store, capacity.page_size, self._learn)
-        self._backlog = StoreBacklog(config.backlog_pages, config.known_pages)
-        self._max_storing = max(1, capacity.num_pages // _MAX_HELD_SHARE)
-        self._num_storing = 0  # pages of stores on the way
-        self._num_moves = 0
-        self._moves: dict[int, KVMove] = {}  # on the way
-        self._loads: dict[int, _Load] = {}  # of those, loads
-        self._num_dropped_told = 0
+        self.costs = MoveCosts(capacity.page_size)
+        self._moves = PageMoves(residence, config.move_timeout_s)
+        self.saves = PageSaves(config, capacity, residence, self._moves, self.costs)
+        self._prefetch = Prefetch(config, store, capacity.page_size, self.saves.learn)
+        self._loads: dict[int, _Load] = {}  # by the number of a move on the way
+        self._coming: dict[bytes, int] = {}  # contents that are being loaded, and are not overdue: the move's number
+        self._num_skipped = 0  # pages so far
+        self._told = MoveCounts()  # so far, of what is counted as a total
 
     @property
     def is_busy(self) -> bool:
         """Whether moves are on the way or due: their results need plans, though no request is left."""
-        return bool(self._moves) or len(self._backlog) > 0
+        return len(self._moves) > 0 or self.saves.is_busy
 
     @property
     def num_moving(self) -> int:
@@ -67,76 +70,89 @@ class KVTransfer:
 
     def ask(self, request: TrackedRequest, now: float) -> None:
         """A request has entered the queue."""
-        self._prefetch.ask(request, now)
+        # Written back, a chain's pages come to the store last ones first, while the GPU still has the first ones.
+        is_write_back = self._config.write_policy is WritePolicy.WRITE_BACK
+        self._prefetch.ask(request, now, self._num_on_gpu(request) if is_write_back else 0)
 
     def update(self, returned: Iterable[TrackedRequest], now: float) -> None:
-        """Before each plan: take answers, ask again for requests back in the queue, give up loads that are overdue."""
+        """Before each plan: take answers, ask again for requests back in the queue, give up loads that are overdue.
+
+        Raises ExecutorError when a move should have ended long ago.
+        """
+        self._moves.check_time(now)
         self._prefetch.take_answers()
         for request in returned:
             self.leave(request)
-            self._prefetch.ask(request, now)
-        for load in list(self._loads.values()):
-            if load.overdue_s <= now and load.request.fetch is load.fetch:
-                self.leave(load.request)
-                self._residence.withdraw(load.request.slot)
+            if not self.saves.evacuate(request, now):
+                self.ask(request, now)
+        for request in self.saves.take_evacuated(now):
+            self.ask(request, now)
+        for number, load in list(self._loads.items()):
+            if load.overdue_s <= now:
+                self._not_coming(self._moves[number])
+                if load.request.fetch is load.fetch:
+                    self.leave(load.request)
+                    self._residence.withdraw(load.request.slot)
 
     def waits(self, request: TrackedRequest, now: float) -> bool:
         """Whether its start is put off for the store's answer."""
         return self._prefetch.waits(request, now)
 
-    def num_loadable(self, request: TrackedRequest, num_hits: int) -> int:
-        """Pages that the store can add to the first num_hits, which the GPU holds."""
+    def waits_beyond(self, request: TrackedRequest, num_hits: int, now: float) -> bool:
+        """Whether its start is put off for what comes after the first num_hits pages, which the GPU holds.
+
+        That is so while another request's load brings the next page, or when the GPU has lost pages since the store
+        was asked for those after them, until it has answered anew.
+        """
+        if num_hits < len(request.digests) and request.digests[num_hits] in self._coming:
+            return num_hits < (len(request.tokens) - 1) // self._page_size
         fetch = request.fetch
-        return 0 if fetch is None or fetch.tiers is None else max(0, len(fetch.tiers) - num_hits)
+        if fetch is None or num_hits >= fetch.first_asked:
+            return False
+        self._prefetch.close(fetch)
+        self._prefetch.ask(request, now, num_hits)
+        return self._prefetch.waits(request, now)
+
+    def num_worth_loading(self, request: TrackedRequest, num_hits: int) -> int:
+        """Pages after the first num_hits, which the GPU holds, that the store has and that are cheaper to load."""
+        tiers = () if request.fetch is None else request.fetch.tiers_from(num_hits)
+        return self.costs.num_worth_loading(tiers) if tiers else 0
 
     def leave(self, request: TrackedRequest) -> None:
         """It starts without the store, or has ended, or asks anew. A load on its way keeps its ticket and pages."""
         fetch, request.fetch = request.fetch, None
         if fetch is not None and fetch.first_page < 0:
             self._prefetch.close(fetch)
+        self.saves.leave(request)
 
-    # --- loads ---
+    # --- requests that start ---
 
-    def load(self, draft: PlanDraft, slot: int, num_pages: int, now: float) -> None:
-        """Bring the next num_pages pages of a slot that was just placed."""
-        request = self._residence.slots.request(slot)
+    def start(self, draft: PlanDraft, request: TrackedRequest, num_loads: int, now: float) -> None:
+        """It was just placed on pages of the GPU; bring its next num_loads pages."""
+        num_hits = len(request.pages)
+        if request.queue_s < 0:
+            self.saves.hit(request.pages, request.digests[:num_hits])
         fetch = request.fetch
+        tiers = () if fetch is None else fetch.tiers_from(num_hits)
+        if num_loads < len(tiers):
+            self._num_skipped += len(tiers) - num_loads
+            self.costs.skipped(tiers)
+        if not num_loads:
+            self.leave(request)
+            return
         assert fetch is not None, "a load without an answer"
-        fetch.first_page = len(request.pages)
-        pages = self._residence.start_load(slot, num_pages)
-        digests = request.digests[fetch.first_page : fetch.first_page + num_pages]
-        number = self._move(draft, MoveKind.LOAD, pages, digests)
-        self._loads[number] = _Load(request, fetch, now + self._config.load_timeout_s)
+        self.saves.leave(request)
+        fetch.first_page = num_hits
+        pages = self._residence.start_load(request.slot, num_loads)
+        move = self._moves.start(draft, MoveKind.LOAD, pages, request.digests[num_hits : num_hits + num_loads])
+        self._loads[move.number] = _Load(request, fetch, tiers[:num_loads], now + self._config.load_timeout_s)
+        self._coming.update(dict.fromkeys(move.digests, move.number))
 
     def tokens_by_tier(self, fetch: Fetch) -> tuple[int, int]:
         """Tokens that a load has brought, from CPU and from SSD."""
-        tiers = (fetch.tiers or ())[fetch.first_page : fetch.first_page + fetch.num_loaded]
-        num_ssd, page_size = tiers.count(StoreTier.SSD), self._residence.slots.page_size
-        return (len(tiers) - num_ssd) * page_size, num_ssd * page_size
-
-    # --- stores ---
-
-    def offer(self, digests: Sequence[bytes]) -> None:
-        """Pages are full and published: the store gets them in a later plan, unless it has them."""
-        if self._config.pages_per_step > 0:
-            self._backlog.offer(digests)
-
-    def add_stores(self, draft: PlanDraft) -> None:
-        """Give the store what waits longest, as much as one iteration may."""
-        room = min(self._config.pages_per_step, self._max_storing - self._num_storing)
-        pages: list[int] = []
-        digests: list[bytes] = []
-        while len(pages) < room and len(self._backlog):
-            digest = self._backlog.take()
-            page = self._residence.pool.find(digest)
-            if page is None:
-                self._backlog.drop(digest)
-            else:
-                pages.append(page)
-                digests.append(digest)
-        if pages:
-            self._move(draft, MoveKind.STORE, pages, digests)
-            self._num_storing += len(pages)
+        tiers = fetch.tiers_from(fetch.first_page)[: fetch.num_loaded]
+        num_ssd = tiers.count(StoreTier.SSD)
+        return (len(tiers) - num_ssd) * self._page_size, num_ssd * self._page_size
 
     # --- results ---
 
@@ -144,61 +160,68 @@ class KVTransfer:
         """Take in what has ended. Raises ExecutorError for a result that belongs to no move on the way."""
         num_done, num_failed = Counter[MoveKind](), Counter[MoveKind]()
         for result in results:
-            move = self._moves.get(result.number)
-            if move is None or not 0 <= result.num_pages <= len(move.page_ids):
-                raise ExecutorError(f"the result of move {result.number} belongs to no move on the way")
-            del self._moves[result.number]
+            move = self._moves.take(result)
             num_done[move.kind] += result.num_pages
             num_failed[move.kind] += len(move.page_ids) - result.num_pages
-            end = self._end_load if move.kind is MoveKind.LOAD else self._end_store
-            end(move, result.num_pages)
-            self._residence.release_held(move.page_ids)
-        new = self._backlog.num_dropped - self._num_dropped_told
-        self._num_dropped_told += new
-        load, store = MoveKind.LOAD, MoveKind.STORE
-        return MoveCounts(num_done[load], num_failed[load], num_done[store], num_failed[store], new)
+            if move.kind is MoveKind.LOAD:
+                self._end_load(move, result)
+            else:
+                self.saves.ended(move, result.num_pages, result.run_s)
+        told = self._told
+        self._told = MoveCounts(
+            num_dropped=self.saves.num_dropped,
+            num_skipped=self._num_skipped,
+            num_requests_moved=self.saves.num_moved,
+        )
+        return MoveCounts(
+            num_loaded=num_done[MoveKind.LOAD],
+            num_load_failed=num_failed[MoveKind.LOAD],
+            num_stored=num_done[MoveKind.STORE],
+            num_store_failed=num_failed[MoveKind.STORE],
+            num_dropped=self._told.num_dropped - told.num_dropped,
+            num_skipped=self._told.num_skipped - told.num_skipped,
+            num_requests_moved=self._told.num_requests_moved - told.num_requests_moved,
+        )
 
-    def _end_store(self, move: KVMove, num_pages: int) -> None:
-        self._num_storing -= len(move.page_ids)
-        self._backlog.stored(move.digests[:num_pages])
-        self._backlog.failed(move.digests[num_pages:])
-
-    def _end_load(self, move: KVMove, num_pages: int) -> None:
+    def _end_load(self, move: KVMove, result: KVMoveResult) -> None:
         """The pages that came are as good as computed, even if their request is gone."""
-        load = self._loads.pop(move.number)
-        self._backlog.forget(move.digests[num_pages:])
+        self._not_coming(move)
+        load, num_pages = self._loads.pop(move.number), result.num_pages
+        self.costs.loaded(load.tiers, num_pages, result.run_s)
+        self.saves.not_there(move.digests[num_pages:])
         self._residence.pool.publish(move.page_ids[:num_pages], move.digests[:num_pages])
         self._prefetch.close(load.fetch)
         if load.request.fetch is load.fetch:
             load.fetch.num_loaded = num_pages
             self._residence.end_load(load.request.slot, load.fetch.first_page + num_pages)
+        self._residence.release_held(move.page_ids)
 
-    def _move(self, draft: PlanDraft, kind: MoveKind, pages: Sequence[int], digests: Sequence[bytes]) -> int:
-        move = KVMove(self._num_moves, kind, tuple(pages), tuple(digests))
-        self._num_moves += 1
-        self._residence.hold(move.page_ids)
-        self._moves[move.number] = move
-        draft.moves.append(move)
-        return move.number
+    def _not_coming(self, move: KVMove) -> None:
+        """Nobody waits for this load any more."""
+        for digest in move.digests:
+            if self._coming.get(digest) == move.number:
+                del self._coming[digest]
 
-    def _learn(self, digests: Sequence[bytes], num_held: int) -> None:
-        """What an answer says. Where the store has lost pages that the GPU still holds, it gets them again."""
-        held, missing = digests[:num_held], digests[num_held:]
-        self._backlog.learn(held)
-        self._backlog.forget(missing)
-        self.offer([digest for digest in missing if self._residence.pool.find(digest) is not None])
+    def _num_on_gpu(self, request: TrackedRequest) -> int:
+        """Leading pages that the GPU holds now, of those that the store could be asked for."""
+        num_pages = (len(request.tokens) - 1) // self._page_size
+        if num_pages:
+            request.digest(num_pages - 1, self._page_size)
+        digests: Sequence[bytes] = request.digests[:num_pages]
+        find = self._residence.pool.find
+        return next((i for i, digest in enumerate(digests) if find(digest) is None), num_pages)
 
     # --- own invariants ---
 
     def check_integrity(self) -> None:
         """Assert that moves, slots and pages agree."""
         self._prefetch.check_integrity()
-        self._backlog.check_integrity()
-        table, moves = self._residence.slots, self._moves.values()
-        stores = [move for move in moves if move.kind is MoveKind.STORE]
-        assert self._num_storing == sum(len(move.page_ids) for move in stores), "stores miscounted"
-        assert self._loads.keys() == {move.number for move in moves if move.kind is MoveKind.LOAD}, "a load is lost"
+        self.saves.check_integrity()
+        table = self._residence.slots
+        loads = {move.number: move for move in self._moves if move.kind is MoveKind.LOAD}
+        assert self._loads.keys() == loads.keys(), "a load is lost"
         waiting = [load.request.slot for load in self._loads.values() if load.request.fetch is load.fetch]
         assert sorted(waiting) == table.where(SlotState.LOADING).tolist(), "a slot waits for no load"
-        pages = [page for load in self._loads for page in self._moves[load].page_ids]
+        pages = [page for load in loads.values() for page in load.page_ids]
         assert len(pages) == len(set(pages)), "two loads into one page"
+        assert all(digest in loads[number].digests for digest, number in self._coming.items()), "a page never comes"

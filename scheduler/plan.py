@@ -187,6 +187,8 @@ class MoveCounts:
     num_stored: int = 0
     num_store_failed: int = 0
     num_dropped: int = 0  # never given to the store: too many at once, or their page was needed before their turn
+    num_skipped: int = 0  # in the store, and computed all the same: to load them costs more
+    num_requests_moved: int = 0  # preempted requests whose pages the store keeps until they come back
 
 
 @dataclass(frozen=True, slots=True)

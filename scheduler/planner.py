@@ -52,12 +52,14 @@ class Planner:
     def draft(self, now: float) -> PlanDraft:
         """The next iteration; without rows when there is nothing to compute until a result is there."""
         draft = PlanDraft()
+        if self._transfer is not None:
+            self._transfer.saves.add_evacuations(draft)
         self._fill(draft, now)
         while not draft.num_rows and not draft.moves and self._unblock(draft):
             self._fill(draft, now)
         if self._transfer is not None:
             self._admission.begin_loaded(draft, now)
-            self._transfer.add_stores(draft)
+            self._transfer.saves.add_by_policy(draft)
         assert draft.num_rows or not draft.starts, "a request was started without a row for anybody"
         return draft
 
@@ -120,7 +122,7 @@ class Planner:
 
     def _make_room(self, draft: PlanDraft, slots: Int32, growing: Int32) -> tuple[Int32, Int32]:
         """Preempt until the pages that come free cover the growing decodes; those without a page now sit out."""
-        num_coming = self._residence.num_pages_coming()
+        num_coming = self._residence.num_pages_coming() + self._num_evacuating
         victims = self._victims()
         while len(growing) > self._pool.num_available + num_coming and len(victims) > 1:
             victim = victims.pop()
@@ -136,7 +138,7 @@ class Planner:
 
         That is so when prompts hold all pages, none can go on, and no result will change it.
         """
-        if self._residence.num_planned > self._residence.num_finished:
+        if self._residence.num_planned > self._residence.num_finished or self._num_evacuating:
             return False
         victims = self._victims()
         if len(victims) < 2 and self._transfer is not None and (self._transfer.num_moving or self._transfer.is_asking):
@@ -148,6 +150,11 @@ class Planner:
         draft.num_preemptions += 1
         self._residence.preempt(victims[-1])
         return True
+
+    @property
+    def _num_evacuating(self) -> int:
+        """Pages that come free as soon as the store has them."""
+        return 0 if self._transfer is None else self._transfer.saves.num_pages_coming
 
     def _victims(self) -> list[int]:
         """Slots whose preemption gives pages, in order of arrival: the latest goes first."""

@@ -30,7 +30,9 @@ class Executor(Protocol):
     """All ranks of one instance. Runs plans strictly in the order of submission.
 
     Moves of pages run beside the plans. The executor bounds the time of each: a store that is slow or gone makes a
-    move fail, with a result that says so once nothing of it will touch a page any more.
+    move fail, with a result that says so once nothing of it will touch a page any more. Until that result its pages
+    are nobody else's, so that one that never came would take them out of use for good. Therefore a move ends within
+    StoreConfig.move_timeout_s after all that were started before it; an executor that breaks this counts as lost.
     """
 
     @property

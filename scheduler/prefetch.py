@@ -35,16 +35,20 @@ class Prefetch:
         """Questions that somebody still waits for, or might use."""
         return len(self._asked)
 
-    def ask(self, request: TrackedRequest, now: float) -> None:
-        """Ask for all full pages of its tokens but the last token, which is computed in any case."""
+    def ask(self, request: TrackedRequest, now: float, num_on_gpu: int = 0) -> None:
+        """Ask for all full pages of its tokens but the last token, which is computed in any case.
+
+        The first num_on_gpu are left out, but not all: by the time of its turn the GPU may hold less.
+        """
         num_pages = (len(request.tokens) - 1) // self._page_size
         if not num_pages:
             return
         request.digest(num_pages - 1, self._page_size)
-        request.fetch = Fetch(self._num_tickets, now + self._wait_s)
+        first = min(num_on_gpu, num_pages - 1)
+        request.fetch = Fetch(self._num_tickets, now + self._wait_s, first)
         self._asked[request.fetch.ticket] = request
         self._num_tickets += 1
-        self._store.ask(request.fetch.ticket, request.digests[:num_pages])
+        self._store.ask(request.fetch.ticket, request.digests[first:num_pages])
 
     def take_answers(self) -> None:
         """Let each request know its answer; those that nobody waits for any more are passed over."""
@@ -52,9 +56,9 @@ class Prefetch:
             request = self._asked.pop(answer.ticket, None)
             if request is not None:
                 assert request.fetch is not None, "a question without its request"
-                num_asked = (len(request.tokens) - 1) // self._page_size
-                request.fetch.tiers = answer.tiers[:num_asked]
-                self._learn(request.digests[:num_asked], len(request.fetch.tiers))
+                asked = request.digests[request.fetch.first_asked : (len(request.tokens) - 1) // self._page_size]
+                request.fetch.tiers = answer.tiers[: len(asked)]
+                self._learn(asked, len(request.fetch.tiers))
 
     def waits(self, request: TrackedRequest, now: float) -> bool:
         """Whether its start is put off until the answer is there, or the time for it is over."""

@@ -86,9 +86,9 @@ class Residence:
         self.pool.hold(pages)
         self._held.update(pages)
 
-    def release_held(self, pages: Sequence[int]) -> None:
-        """Nothing of the move touches its pages any more."""
-        self.pool.release(pages)
+    def release_held(self, pages: Sequence[int], as_oldest: bool = False) -> None:
+        """Nothing of the move touches its pages any more; as_oldest: as in PagePool.release()."""
+        self.pool.release(pages, as_oldest)
         self._held.subtract(pages)
         for page in pages:
             if not self._held[page]:

@@ -243,7 +243,10 @@ class Scheduler:
         return _NO_MOVES
 
     def _learn_time(self, unfinished: _Unfinished, result: StepResult) -> None:
-        """How long the step took between two tokens, where latency has a target."""
+        """How long the step took: between two tokens, where latency has a target; for a prompt, where it could load."""
+        if self._transfer is not None:
+            num_tokens = unfinished.draft.num_tokens
+            self._transfer.costs.computed(num_tokens, num_tokens - unfinished.plan.num_decodes, result.run_s)
         if self._cap is not None and len(unfinished.plan.slots):
             # Decodes had a row in the step before too: the device's wait for this one lies between their tokens.
             waited_s = result.idle_s if unfinished.plan.num_decodes else 0.0
@@ -264,7 +267,7 @@ class Scheduler:
                 self._pool.publish(request.pages[new], request.digests[new])
                 request.num_published = num_full
                 if self._transfer is not None:
-                    self._transfer.offer(request.digests[new])
+                    self._transfer.saves.filled(request.digests[new])
 
     def _take_tokens(self, plan: IterationPlan, result: StepResult, now: float) -> _Tokens:
         """Append sampled tokens to their requests, and end those that this completes."""

@@ -14,6 +14,14 @@ class PrefetchPolicy(StrEnum):
     TIMEOUT = "timeout"  # until the answer is there, or StoreConfig.timeout_s have passed since the question
 
 
+class WritePolicy(StrEnum):
+    """When the KV store is given a full page."""
+
+    WRITE_THROUGH = "write_through"  # as soon as it is full
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"  # after its second hit in the GPU's prefix cache
+    WRITE_BACK = "write_back"  # when it is among the next that the GPU's prefix cache will give up
+
+
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
     """How a KV store is used, where there is one."""
@@ -25,6 +33,8 @@ class StoreConfig:
     pages_per_step: int = 256  # pages that one iteration gives to the store at most; 0: none
     backlog_pages: int = 4096  # full pages that wait for their turn; more are dropped
     known_pages: int = 1 << 18  # pages that are remembered to be in the store, so as not to give them again
+    write_policy: WritePolicy = WritePolicy.WRITE_THROUGH
+    move_timeout_s: float = 60.0  # seconds for a move alone; an executor that takes longer is lost
 
     @property
     def answer_wait_s(self) -> float:

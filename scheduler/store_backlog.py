@@ -5,7 +5,7 @@ Knows only digests; nothing of pages of the GPU, moves or the store's answers.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
@@ -15,7 +15,7 @@ class StoreBacklog:
     def __init__(self, max_waiting: int, max_known: int) -> None:
         self._max_waiting = max_waiting
         self._max_known = max_known
-        self._waiting: deque[bytes] = deque()
+        self._waiting: OrderedDict[bytes, None] = OrderedDict()  # first come, first served
         self._pending: set[bytes] = set()  # waiting or on the way
         self._known: OrderedDict[bytes, None] = OrderedDict()  # in the store, longest unheard of first
         self.num_dropped = 0  # so far: for want of room, or gone before their turn
@@ -29,14 +29,33 @@ class StoreBacklog:
             if digest in self._pending or digest in self._known:
                 continue
             if len(self._waiting) < self._max_waiting:
-                self._waiting.append(digest)
+                self._waiting[digest] = None
                 self._pending.add(digest)
             else:
                 self.num_dropped += 1
 
+    def claim(self, digest: bytes) -> bool:
+        """Whether this page is to be given now, before all that wait; it is on the way then, as after take()."""
+        if digest in self._waiting:
+            del self._waiting[digest]
+            return True
+        if digest in self._pending or digest in self._known:
+            return False
+        self._pending.add(digest)
+        return True
+
+    def is_settled(self, digest: bytes) -> bool:
+        """Whether the store has this page, as far as known, or it is on the way."""
+        return digest in self._known or (digest in self._pending and digest not in self._waiting)
+
     def take(self) -> bytes:
         """The longest waiting one; it is on the way until stored(), failed() or drop() is called."""
-        return self._waiting.popleft()
+        return self._waiting.popitem(last=False)[0]
+
+    def given_up(self, digest: bytes) -> None:
+        """The last page with this content is gone."""
+        if not self.is_settled(digest):
+            self.num_dropped += 1
 
     def drop(self, digest: bytes) -> None:
         """One that was taken cannot be given: its page is gone."""
@@ -67,7 +86,6 @@ class StoreBacklog:
 
     def check_integrity(self) -> None:
         """Assert the backlog's invariants."""
-        assert len(set(self._waiting)) == len(self._waiting), "a page waits twice"
         assert self._pending.issuperset(self._waiting), "a page that waits is not pending"
         assert len(self._waiting) <= self._max_waiting, "the backlog is too long"
         assert len(self._known) <= self._max_known, "too many pages are remembered"

@@ -20,9 +20,16 @@ class Fetch:
 
     ticket: int
     wait_until_s: float  # its request's start may be put off for the answer until then
-    tiers: tuple[StoreTier, ...] | None = None  # of the leading pages that the store holds; None: no answer yet
+    first_asked: int = 0  # pages before this one were on the GPU, and were not asked for
+    tiers: tuple[StoreTier, ...] | None = None  # of the leading ones asked for that it holds; None: no answer yet
     first_page: int = -1  # pages from this one on are loaded, or have been; -1: no load was planned
     num_loaded: int = 0  # pages that the load has brought
+
+    def tiers_from(self, page_index: int) -> tuple[StoreTier, ...]:
+        """Of the pages from this one on, where those lie that the store can add; none without an answer."""
+        if self.tiers is None or page_index < self.first_asked:
+            return ()
+        return self.tiers[page_index - self.first_asked :]
 
 
 @dataclass(slots=True, eq=False)

@@ -75,6 +75,7 @@ class FakeMover:
     kv: tuple[np.ndarray, np.ndarray, np.ndarray]  # [pages, page_size] token ids, positions, salts
     delay: int | None = 0  # steps that a move takes; None: until heal()
     num_good: int = 1000  # leading pages of each move that arrive
+    page_s: float = 0.0  # seconds that each page is said to take
     copies: dict[int, _Copy] = field(default_factory=dict)
     moves: list[KVMove] = field(default_factory=list)  # all that ever were
 
@@ -106,7 +107,8 @@ class FakeMover:
                     array[list(copy.move.page_ids)] = value
             if copy.steps_left is not None:
                 if not copy.steps_left:
-                    results.append(KVMoveResult(number, self._copy(copy)))
+                    run_s = self.page_s * len(copy.move.page_ids)
+                    results.append(KVMoveResult(number, self._copy(copy), run_s))
                     del self.copies[number]
                 else:
                     copy.steps_left -= 1

@@ -136,6 +136,126 @@ def test_a_preempted_request_asks_again() -> None:
     assert driver.ends["a"].num_cached_tokens == 0, "counted at its first start"
 
 
+# --- each page once ---
+
+
+def loads_of(driver: Driver) -> list[tuple[bytes, ...]]:
+    """Digests of all loads so far."""
+    return [move.digests for move in driver.mover.moves if move.kind is MoveKind.LOAD]
+
+
+@pytest.mark.parametrize("policy", PrefetchPolicy)
+def test_requests_with_one_prefix_that_come_at_once_load_it_once(policy: PrefetchPolicy) -> None:
+    driver = make_driver(StoreConfig(policy))
+    run_one(driver, "first", make_prompt(30))
+    driver.scheduler.flush_cache()
+    driver.mover.delay = 4
+    prompts = [make_prompt(30), make_prompt(30), make_prompt(18) + make_prompt(9, first=5)]
+    if policy is PrefetchPolicy.BEST_EFFORT:  # let the answers come while all slots are taken
+        driver.add(*(make_request(f"busy-{i}", make_prompt(3, first=i), max_tokens=2) for i in range(8)))
+    driver.add(*(make_request(f"r{i}", prompt) for i, prompt in enumerate(prompts)))
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+    (load,) = loads_of(driver)
+    assert len(load) == 7
+    cached = [(end.num_cached_tokens, end.num_cpu_cached_tokens) for name, end in driver.ends.items() if name[0] == "r"]
+    assert sorted(cached) == [(16, 0), (28, 0), (28, 28)]
+
+
+def test_who_needs_more_than_the_load_that_it_waits_for_brings_loads_the_rest() -> None:
+    driver = make_driver()
+    run_one(driver, "first", make_prompt(30))
+    driver.scheduler.flush_cache()
+    driver.mover.delay = 4
+    driver.add(make_request("short", make_prompt(14)), make_request("long", make_prompt(30)))
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+    assert [len(load) for load in loads_of(driver)] == [3, 4]
+    end = driver.ends["long"]
+    assert (end.num_cached_tokens, end.num_cpu_cached_tokens) == (28, 16)
+
+
+@pytest.mark.parametrize("num_good", [0, 3])
+def test_a_load_that_fails_lets_the_one_that_waits_for_it_go_on(num_good: int) -> None:
+    driver = make_driver()
+    run_one(driver, "first", make_prompt(30))
+    driver.scheduler.flush_cache()
+    driver.mover.delay, driver.mover.num_good = 3, num_good
+    driver.add(make_request("a", make_prompt(30)), make_request("b", make_prompt(30)))
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+    assert driver.ends["b"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("gone", ["cancel", "stay"])
+def test_who_waits_for_a_load_that_hangs_waits_as_long_as_the_load_may_take(gone: str) -> None:
+    driver = make_driver()
+    run_one(driver, "first", make_prompt(30))
+    driver.scheduler.flush_cache()
+    driver.mover.delay = None
+    driver.add(make_request("a", make_prompt(30)))
+    driver.step()
+    if gone == "cancel":
+        driver.cancel("a")
+    driver.add(make_request("b", make_prompt(30)))
+    for _ in range(20):
+        driver.step()
+    assert "b" not in driver.starts
+    assert len(loads_of(driver)) == 1
+    driver.now += 3.0  # WAIT.load_timeout_s
+    driver.mover.delay = 0
+    for _ in range(20):
+        driver.step()
+    assert driver.ends["b"].num_cpu_cached_tokens == 28, "it loads for itself"
+    driver.mover.heal()
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+
+
+# --- moves that never end ---
+
+
+def test_a_move_that_never_ends_costs_the_executor_and_no_page_is_used_again_before() -> None:
+    driver = make_driver(StoreConfig(PrefetchPolicy.WAIT, load_timeout_s=3.0, move_timeout_s=60.0))
+    run_one(driver, "first", make_prompt(17))
+    driver.scheduler.flush_cache()
+    driver.mover.delay = None
+    driver.add(make_request("a", make_prompt(17)))
+    driver.step()
+    driver.step()
+    held = set(driver.mover.pages_of(MoveKind.LOAD))
+    driver.now += 59.0
+    for i in range(30):
+        driver.add(make_request(f"r{i}", make_prompt(20, first=i), max_tokens=2))
+        driver.step()
+    used = {page for plan in driver.plans[-25:] for page in plan.page_ids.tolist()}
+    assert len(used) > 40
+    assert not used & held
+    driver.now += 2.0
+    with pytest.raises(ExecutorError, match="has not ended within 60 s"):
+        driver.step()
+
+
+def test_many_moves_one_after_the_other_may_take_long_together() -> None:
+    driver = make_driver(StoreConfig(pages_per_step=1, move_timeout_s=10.0), batch_tokens=64)
+    driver.mover.delay = None
+    driver.add(make_request("a", make_prompt(41), max_tokens=1))
+    for _ in range(12):
+        driver.step()
+    assert len(driver.mover.copies) == 8
+    while driver.mover.copies:
+        next(iter(driver.mover.copies.values())).steps_left = 0
+        driver.now += 9.0
+        driver.step()
+        driver.step()
+    driver.mover.heal()
+    driver.run()
+
+
 # --- what is stored ---
 
 
@@ -180,15 +300,18 @@ def test_a_page_that_is_needed_before_its_turn_is_dropped() -> None:
 
 
 def test_a_store_on_its_way_keeps_its_pages() -> None:
-    """They hold at most an eighth of all pages, so that a hanging store does not take the GPU's memory."""
+    """They hold at most an eighth of all pages, and those of preempted requests a quarter, so that a hanging store
+    does not take the GPU's memory."""
     driver = make_driver(num_pages=64, max_model_len=128)
     driver.mover.delay = None
     for i in range(12):
         driver.add(make_request(f"r{i}", make_prompt(30, first=i), max_tokens=30))
-    for _ in range(400):
+    for _ in range(600):
         driver.step()
+        driver.now += 0.01
     assert len(driver.ends) == 12
-    assert driver.scheduler.load().live_pages == 8
+    assert driver.num_preemptions > 0
+    assert 8 < driver.scheduler.load().live_pages <= 8 + 16
     driver.mover.heal()
     driver.run()
     driver.check_outputs()
@@ -202,6 +325,42 @@ def test_a_store_that_was_restarted_gets_again_what_the_gpu_holds() -> None:
     assert run_one(driver, "b", make_prompt(17)) == (16, 0, 0)
     driver.scheduler.flush_cache()
     assert run_one(driver, "c", make_prompt(17)) == (0, 16, 0)
+
+
+# --- loads that cost more than they save ---
+
+
+def test_what_costs_more_to_load_than_to_compute_is_computed() -> None:
+    """A page of four tokens takes 4 ms in the fake executor when alone."""
+    driver = make_driver()
+    driver.mover.page_s = 0.1
+    run_one(driver, "a", make_prompt(30))
+    driver.scheduler.flush_cache()
+    assert run_one(driver, "b", make_prompt(30)) == (0, 28, 0), "only so it is measured"
+    driver.scheduler.flush_cache()
+    assert run_one(driver, "c", make_prompt(30)) == (0, 0, 0)
+    assert driver.count_moves().num_skipped == 7
+    driver.mover.page_s = 1e-6
+    for i in range(40):
+        driver.scheduler.flush_cache()
+        run_one(driver, f"r{i}", make_prompt(30))
+    assert driver.ends["r39"].num_cpu_cached_tokens == 28, "it is tried again from time to time"
+
+
+def test_each_tier_has_its_own_cost() -> None:
+    driver = make_driver()
+    driver.mover.page_s = 1e-6
+    run_one(driver, "a", make_prompt(30))
+    store = store_of(driver)
+    driver.scheduler.flush_cache()
+    run_one(driver, "cpu", make_prompt(30))
+    store.on_ssd.update(store.asked[0][3:])
+    driver.scheduler.flush_cache()
+    driver.mover.page_s = 1.0
+    assert run_one(driver, "ssd", make_prompt(30)) == (0, 12, 16), "only so it is measured"
+    driver.scheduler.flush_cache()
+    driver.mover.page_s = 1e-6
+    assert run_one(driver, "again", make_prompt(30)) == (0, 12, 0)
 
 
 # --- faults: speed only ---
@@ -354,7 +513,7 @@ def test_what_a_cancelled_load_brings_is_kept() -> None:
 def test_all_pages_on_their_way_to_the_store_while_a_prompt_needs_them() -> None:
     """Nothing can be computed and nobody can be preempted: it waits for the move's end, and goes on."""
     driver = make_driver(num_pages=8, max_model_len=32, batch_tokens=32)
-    driver.scheduler._transfer._max_storing = 8  # type: ignore[union-attr]
+    driver.scheduler._transfer.saves._max_storing = 8  # type: ignore[union-attr]
     driver.mover.delay = 6
     run_one(driver, "a", make_prompt(31), max_tokens=1)
     driver.add(make_request("b", make_prompt(29), max_tokens=1))
@@ -365,7 +524,7 @@ def test_all_pages_on_their_way_to_the_store_while_a_prompt_needs_them() -> None
 def test_a_load_waits_until_there_are_pages_for_all_of_it() -> None:
     """The forecast knows nothing of pages that moves hold."""
     driver = make_driver(num_pages=8, max_model_len=32, batch_tokens=32)
-    driver.scheduler._transfer._max_storing = 8  # type: ignore[union-attr]
+    driver.scheduler._transfer.saves._max_storing = 8  # type: ignore[union-attr]
     run_one(driver, "a", make_prompt(29), max_tokens=1)
     driver.mover.delay = None
     driver.add(make_request("hangs", make_prompt(13, first=2), max_tokens=1))

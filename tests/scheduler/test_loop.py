@@ -233,7 +233,7 @@ def test_stop_returns_after_the_step_in_flight() -> None:
 def test_pages_go_to_the_store_after_the_last_request_and_come_back() -> None:
     """Nobody calls in between: the loop must not fall asleep before the pages are stored, and sleep afterwards."""
     store = FakeStore()
-    with engine(step_s=0.001, store=store) as running:
+    with engine(step_s=0.01, store=store) as running:
         first = make_request("first", 17, max_tokens=1)
         running.loop.submit([first])
         running.wait(lambda: sum(batch.stats.moves.num_stored for batch in running.batches if batch.stats) == 4)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from scheduler.request import FinishReason
-from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig, WritePolicy
 from scheduler.slot_table import SlotState
 
 STOPS = tuple(range(0, VOCAB, 9))  # about every ninth token ends a request
@@ -138,6 +138,8 @@ class StoreMachine(SchedulerMachine):
         pages_per_step=st.sampled_from([0, 1, 3, 100, 100]),
         backlog_pages=st.sampled_from([4, 1000, 1000]),
         known_pages=st.sampled_from([1, 1000]),
+        write_policy=st.sampled_from(WritePolicy),
+        misled=st.booleans(),
         target_itl_s=st.sampled_from([None, None, 0.001]),
     )
     def start(
@@ -152,16 +154,21 @@ class StoreMachine(SchedulerMachine):
         pages_per_step: int,
         backlog_pages: int,
         known_pages: int,
+        write_policy: WritePolicy,
+        misled: bool,
         target_itl_s: float | None,
     ) -> None:
         capacity = make_capacity(-(-num_tokens // page_size), page_size, max_slots, 40, batch_tokens)
-        store = StoreConfig(policy, 0.5, 2.0, 2.0, pages_per_step, backlog_pages, known_pages)
+        sizes = pages_per_step, backlog_pages, known_pages
+        store = StoreConfig(policy, 0.5, 2.0, 2.0, *sizes, write_policy=write_policy, move_timeout_s=1e9)
         config = SchedulerConfig(True, 1000, max_passes, lookahead, target_itl_s=target_itl_s, store=store)
         self.driver = Driver(capacity, config, FakeStore())
         self.num_added = 0
         self.add(3, 16, 8, 0, 8, False, "", 0, None)  # what the store begins with
         self.driver.run()
         self.driver.scheduler.flush_cache()
+        for _ in range(500 if misled else 0):
+            self.driver.scheduler._lengths.record(1)
 
     @precondition(lambda self: self.driver.ends)
     @rule(pick=st.integers(0, 100), num_new=st.integers(1, 5), max_tokens=st.integers(1, 8), flush=st.booleans())
@@ -183,6 +190,10 @@ class StoreMachine(SchedulerMachine):
     @rule(delay=st.sampled_from([0, 0, 0, 1, 4, None]), num_lies=st.sampled_from([0, 0, 0, 1, 5]))
     def answer_otherwise(self, delay: int | None, num_lies: int) -> None:
         self.store.answer_delay, self.store.num_lies = delay, num_lies
+
+    @rule(page_s=st.sampled_from([0.0, 1e-6, 1e-6, 1.0]))
+    def costs_otherwise(self, page_s: float) -> None:
+        self.driver.mover.page_s = page_s
 
     @rule(share=st.sampled_from([1, 3, 9]), offset=st.integers(0, 9))
     def evict(self, share: int, offset: int) -> None:
