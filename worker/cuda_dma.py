@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -49,6 +50,18 @@ class CudaDma:
         if region.register_all():
             log.info("%.1f GB of the KV store registered in %.2f s", arena.nbytes / 1e9, time.monotonic() - began_s)
         self.memory.give_back(region)
+
+    def stream(self) -> torch.cuda.Stream:
+        """A stream that does not wait for the default one."""
+        return torch.cuda.Stream(self._device)
+
+    def event(self) -> torch.cuda.Event:
+        """An event for which a thread sleeps, instead of spinning."""
+        return torch.cuda.Event(blocking=True)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Zeroed host memory that the device can read as well."""
+        return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
         """Queue a copy from pinned or registered host memory to the device."""

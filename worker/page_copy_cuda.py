@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch
 from kvstore.client_leases import ReadLease, WriteLease
 from kvstore.record import slot_bytes_for
 from worker.dma_memory import DmaMemory, DmaRegion, address_of, adjacent
-from worker.kernels.page_copy import MAX_PAGES, PageCopyKernels
+from worker.kernels.page_copy import MAX_PAGES
 from worker.kv_cache import KVCache
 
 _SLOT_BYTES = 32 << 20  # a transfer that takes a link's full rate, and of which a few fit anywhere
@@ -36,8 +36,24 @@ def take_staging(page_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(2, _NUM_SLOTS, slot_pages, slot_bytes_for(page_bytes), dtype=torch.uint8, device=device)
 
 
+class Event(Protocol):
+    """As torch.cuda.Event."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """As torch.cuda.Stream."""
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
 class Dma(Protocol):
-    """What is needed of worker.cuda_dma.CudaDma."""
+    """What is needed of worker.cuda_dma.CudaDma. Copies and kernels are queued on a stream."""
 
     @property
     def memory(self) -> DmaMemory: ...
@@ -45,19 +61,33 @@ class Dma(Protocol):
     @property
     def checks(self) -> Executor: ...
 
-    def copy_in(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None: ...
+    def stream(self) -> Stream: ...
 
-    def copy_out(self, target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None: ...
+    def event(self) -> Event: ...
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor: ...
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream: Any) -> None: ...
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream: Any) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Kernels(Protocol):
+    """What is needed of worker.kernels.page_copy.PageCopyKernels."""
+
+    def gather(self, pages: torch.Tensor, records: torch.Tensor, stream: Any) -> None: ...
+
+    def scatter(self, pages: torch.Tensor, records: torch.Tensor, stream: Any) -> None: ...
 
 
 @dataclass(slots=True)
 class _Slot:
     records: torch.Tensor  # uint8 [pages, bytes from record to record], on the device
     pages: torch.Tensor  # int32 [pages], pinned: the kernel reads it there
-    copied: torch.cuda.Event  # the transfer has ended; the host waits for it
-    moved: torch.cuda.Event  # the kernel has ended
+    copied: Event  # the transfer has ended; the host waits for it
+    moved: Event  # the kernel has ended
     bounce: torch.Tensor | None = None  # pinned, like records: where the store's memory is not registered
     checks: list[Future[bool]] = field(default_factory=list)
     lease: ReadLease | WriteLease | None = None
@@ -68,21 +98,15 @@ class _Slot:
 class CudaPageCopier:
     """Copies one direction's pages. As in worker.page_copy.PageCopier."""
 
-    def __init__(self, cache: KVCache, staging: torch.Tensor, kernels: PageCopyKernels, dma: Dma) -> None:
+    def __init__(self, cache: KVCache, staging: torch.Tensor, kernels: Kernels, dma: Dma) -> None:
         """staging: one direction's part of take_staging()."""
         self.page_bytes = cache.shape.elements_per_page * cache.layers[0].element_size()
         self.num_slots, self.slot_pages, self._stride = staging.shape
         assert self._stride == slot_bytes_for(self.page_bytes), "staging for pages of another size"
         self._kernels, self._dma = kernels, dma
-        self._moves, self._copies = torch.cuda.Stream(staging.device), torch.cuda.Stream(staging.device)
+        self._moves, self._copies = dma.stream(), dma.stream()
         self._slots = [
-            _Slot(
-                records,
-                torch.zeros(self.slot_pages, dtype=torch.int32, pin_memory=True),
-                torch.cuda.Event(blocking=True),
-                torch.cuda.Event(),
-            )
-            for records in staging
+            _Slot(records, dma.pinned([self.slot_pages], torch.int32), dma.event(), dma.event()) for records in staging
         ]
         self._region: DmaRegion | None = None
 
@@ -197,7 +221,7 @@ class CudaPageCopier:
 
     def _bounce_range(self, part: _Slot, run: range) -> list[tuple[int, int]]:
         if part.bounce is None:
-            part.bounce = torch.empty_like(part.records, device="cpu", pin_memory=True)
+            part.bounce = self._dma.pinned(part.records.shape, torch.uint8)
         return [(part.bounce[run.start].data_ptr(), self._range_bytes(run))]
 
     def _fill_bounce(self, part: _Slot, run: range, views: Sequence[memoryview]) -> None:

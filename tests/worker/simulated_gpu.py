@@ -1,0 +1,123 @@
+"""A GPU's streams as the strictest test of who waits for whom: what is queued runs as late as is allowed, or early.
+
+Operations of one stream run in order; those of different streams in any order that events leave open, which a seed
+chooses. Nothing runs but when the host waits for something, or when chance has it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from worker.dma_memory import DmaMemory
+from worker.kernels import page_copy
+
+
+class SimulatedEvent:
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self._gpu = gpu
+        self.mark: list[bool] | None = None  # of the last record(): whether it was reached
+
+    def record(self, stream: SimulatedStream) -> None:
+        mark = self.mark = [False]
+        self._gpu.queue(stream, lambda: mark.__setitem__(0, True))
+
+    def synchronize(self) -> None:
+        mark = self.mark
+        if mark is not None:
+            self._gpu.run_until(lambda: mark[0])
+
+
+class SimulatedStream:
+    def __init__(self, gpu: SimulatedGpu) -> None:
+        self.gpu = gpu
+        self.waiting: deque = deque()  # operations, and marks to wait for
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        if event.mark is not None:
+            self.waiting.append(event.mark)
+
+    def synchronize(self) -> None:
+        self.gpu.run_until(lambda: not self.waiting)
+
+
+class SimulatedGpu:
+    """Implements worker.page_copy_cuda.Dma and Kernels for layers in host memory. Of one thread."""
+
+    def __init__(self, layers, seed: int, refuse: bool = False) -> None:
+        self.layers, self._random, self._refuse = layers, random.Random(seed), refuse
+        self._streams: list[SimulatedStream] = []
+        self._pinned: list[torch.Tensor] = []
+        self.registered: dict[int, int] = {}
+        self.memory = DmaMemory(self._register, self.registered.pop)
+        self.checks = ThreadPoolExecutor(2)
+        self.num_copies = 0
+
+    def stream(self) -> SimulatedStream:
+        self._streams.append(SimulatedStream(self))
+        return self._streams[-1]
+
+    def event(self) -> SimulatedEvent:
+        return SimulatedEvent(self)
+
+    def pinned(self, shape, dtype) -> torch.Tensor:
+        self._pinned.append(torch.zeros(*shape, dtype=dtype))
+        return self._pinned[-1]
+
+    def copy_in(self, target: int, source: int, num_bytes: int, stream) -> None:
+        self._check_host(source, num_bytes)
+        self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes))
+
+    def copy_out(self, target: int, source: int, num_bytes: int, stream) -> None:
+        self._check_host(target, num_bytes)
+        self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes))
+
+    def gather(self, pages, records, stream) -> None:
+        self.queue(stream, lambda: page_copy.gather(self.layers, pages.tolist(), records))
+
+    def scatter(self, pages, records, stream) -> None:
+        self.queue(stream, lambda: page_copy.scatter(self.layers, pages.tolist(), records))
+
+    def queue(self, stream: SimulatedStream, operation) -> None:
+        stream.waiting.append(operation)
+        while self._random.random() < 0.3 and self._run_one():
+            pass
+
+    def run_until(self, condition) -> None:
+        while not condition():
+            assert self._run_one(), "everything waits for everything"
+
+    def close(self) -> None:
+        self.checks.shutdown()
+        self.memory.close()
+        assert not self.registered, "memory stays registered"
+        assert not any(stream.waiting for stream in self._streams), "something is still under way"
+
+    def _run_one(self) -> bool:
+        ready = [stream for stream in self._streams if stream.waiting and self._is_ready(stream.waiting[0])]
+        if not ready:
+            return False
+        operation = self._random.choice(ready).waiting.popleft()
+        if callable(operation):
+            operation()
+        return True
+
+    def _is_ready(self, operation) -> bool:
+        return callable(operation) or operation[0]
+
+    def _register(self, address: int, num_bytes: int) -> None:
+        if self._refuse:
+            raise RuntimeError("refused")
+        for first, size in self.registered.items():
+            assert address + num_bytes <= first or first + size <= address, "registered twice"
+        self.registered[address] = num_bytes
+
+    def _check_host(self, address: int, num_bytes: int) -> None:
+        self.num_copies += 1
+        spans = [*self.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]
+        inside = [first <= address and address + num_bytes <= first + size for first, size in spans]
+        assert any(inside), "a copy engine is sent to memory that is not one registered piece"

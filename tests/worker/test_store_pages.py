@@ -1,0 +1,294 @@
+"""Moves of pages over a real store's tiers in this process: by the CPU's copier, and by the GPU's on simulated streams.
+
+Whatever the layout, the order of copies and the state of the records: the bytes of a page are those that were saved,
+or the page is as it was.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstore.client_leases import Arrival, ReadLease, WriteLease
+from kvstore.keys import KVBlock
+from kvstore.record import slot_bytes_for
+from kvstore.service import KVService
+from kvstore.settings import KVServiceConfig
+from scheduler.plan import KVMove, MoveKind
+from worker import dma_memory
+from worker.kernels import page_copy
+from worker.kv_cache import KVCache, KVCacheShape
+from worker.page_copy import CpuPageCopier
+from worker.page_copy_cuda import CudaPageCopier
+from worker.store_keys import PageIdentity
+from worker.store_pages import PageMover
+
+sys.path.insert(0, str(Path(__file__).parent))  # for simulated_gpu
+
+from simulated_gpu import SimulatedGpu
+
+torch.set_num_threads(1)
+
+NUM_PAGES = 24
+
+
+class LocalStore:
+    """A KVService as a client shows it, without transport. `spoil` may do as it likes to what is leased."""
+
+    def __init__(self, cpu_bytes: int = 1 << 20) -> None:
+        self.service = KVService(KVServiceConfig(cpu_bytes))
+        self.now = 0.0
+        self.corrupt: list[bytes] = []
+        self.spoil = lambda blocks: blocks
+        self.is_dead = False
+
+    def acquire(self, keys, wait_s=0.0):
+        acquired = self.service.acquire(keys)
+        if self.is_dead or not acquired.blocks:
+            return None
+        arrival = self._arrival(acquired.lease_id)
+        return ReadLease(arrival, self.spoil(acquired.blocks), lambda key, is_over: self.corrupt.append(key))
+
+    def reserve(self, keys, payload_bytes):
+        reserved = self.service.reserve(keys, payload_bytes)
+        if self.is_dead or not reserved.lease_id:
+            return None
+        arrival = self._arrival(reserved.lease_id)
+        return WriteLease(arrival, tuple(keys), reserved.offsets, payload_bytes, self.service.commit)
+
+    def close(self) -> None:
+        self.service.check_integrity()
+        assert self.service.stats()["leases"] == 0
+        assert self.service.close()
+
+    def slot(self, block: KVBlock) -> memoryview:
+        return self.service.arena.slot(block.offset, slot_bytes_for(block.payload_bytes))
+
+    def _arrival(self, lease_id: int) -> Arrival:
+        return Arrival(self.service.arena.view, lease_id, self.now + 10.0, lambda: self.now, self.service.release)
+
+
+@st.composite
+def layouts(draw) -> tuple[KVCacheShape, torch.dtype]:
+    sizes = [draw(st.integers(1, most)) for most in (3, 2, 5, 4)]
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    return KVCacheShape(sizes[0], NUM_PAGES, sizes[1], sizes[2], 2 * sizes[3]), dtype
+
+
+def random_cache(shape: KVCacheShape, dtype: torch.dtype, seed: int) -> KVCache:
+    cache = KVCache(shape, dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(seed)
+    for layer in cache.layers:
+        layer.view(torch.uint8).random_(0, 256, generator=generator)
+    return cache
+
+
+def page_bytes(cache: KVCache, page: int) -> bytes:
+    return b"".join(layer[:, page].contiguous().view(torch.uint8).numpy().tobytes() for layer in cache.layers)
+
+
+@contextmanager
+def mover_of(cache: KVCache, store, kind: str, seed: int = 0, slot_pages: int = 1, num_slots: int = 1):
+    """A mover of either kind; staging as small as asked, so that slots are used again and again."""
+    dtype = str(cache.layers[0].dtype).removeprefix("torch.")
+    identity = PageIdentity(b"m" * 32, dtype, cache.shape, 0, 1)
+    copiers = []
+    for direction in range(2):
+        if kind == "cpu":
+            copiers.append(CpuPageCopier(cache, slot_pages, num_slots))
+        else:
+            gpu = SimulatedGpu(cache.layers, seed + direction, refuse=kind == "bounced")
+            record_bytes = slot_bytes_for(cache.shape.elements_per_page * cache.layers[0].element_size())
+            staging = torch.zeros(num_slots, slot_pages, record_bytes, dtype=torch.uint8)
+            copiers.append(CudaPageCopier(cache, staging, gpu, gpu))
+    mover = PageMover(*copiers, identity, NoClose(store))
+    try:
+        yield mover
+    finally:
+        mover.close()
+
+
+class NoClose:
+    """The store outlives a mover here."""
+
+    def __init__(self, store) -> None:
+        self.acquire, self.reserve = store.acquire, store.reserve
+
+    def close(self) -> None:
+        pass
+
+
+def run(mover: PageMover, kind: MoveKind, pages, digests) -> int:
+    """One move to its end; how many pages it copied."""
+    mover.start([KVMove(7, kind, tuple(pages), tuple(digests))])
+    results = mover.take_ended(20.0)
+    assert [result.number for result in results] == [7]
+    assert results[0].run_s > 0
+    return results[0].num_pages
+
+
+def digests_of(pages) -> list[bytes]:
+    return [b"d%031d" % page for page in pages]
+
+
+COPIERS = ["cpu", "registered", "bounced"]
+PAGES = st.lists(st.integers(0, NUM_PAGES - 1), min_size=1, max_size=NUM_PAGES, unique=True)
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Pieces that end within records, so that transfers are split there."""
+    monkeypatch.setattr(dma_memory, "PIECE_BYTES", 10_000)
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), layout=layouts(), pages=PAGES, seed=st.integers(0, 10**6))
+def test_what_was_saved_is_what_is_loaded(copier, data, layout, pages, seed):
+    store, saved, loaded = LocalStore(), random_cache(*layout, seed), random_cache(*layout, seed + 1)
+    sizes = {"slot_pages": data.draw(st.integers(1, 5)), "num_slots": data.draw(st.integers(1, 3))}
+    # Some are there before, so that room for the others does not lie side by side.
+    before = data.draw(st.lists(st.sampled_from(pages), unique=True, max_size=len(pages) - 1))
+    with mover_of(saved, store, "cpu") as mover:
+        assert not before or run(mover, MoveKind.STORE, before, digests_of(before)) == len(before)
+    with mover_of(saved, store, copier, seed, **sizes) as mover:
+        assert run(mover, MoveKind.STORE, pages, digests_of(pages)) == len(pages)
+    targets = random.Random(seed).sample(range(NUM_PAGES), len(pages))
+    expected = {page: page_bytes(loaded, page) for page in range(NUM_PAGES)}
+    expected |= {target: page_bytes(saved, page) for page, target in zip(pages, targets)}
+    with mover_of(loaded, store, copier, seed, **sizes) as mover:
+        assert run(mover, MoveKind.LOAD, targets, digests_of(pages)) == len(pages)
+    assert {page: page_bytes(loaded, page) for page in range(NUM_PAGES)} == expected
+    assert not store.corrupt
+    store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+@settings(deadline=None, max_examples=25)
+@given(
+    data=st.data(),
+    layout=layouts(),
+    pages=PAGES,
+    fault=st.sampled_from(["payload", "header", "another", "size", "over"]),
+)
+def test_a_wrong_record_ends_a_load_and_reaches_no_page(copier, data, layout, pages, fault):
+    store, saved, loaded = LocalStore(), random_cache(*layout, 1), random_cache(*layout, 2)
+    with mover_of(saved, store, "cpu") as mover:
+        assert run(mover, MoveKind.STORE, pages, digests_of(pages)) == len(pages)
+    first_wrong = data.draw(st.integers(0, len(pages) - 1))
+    place, bit = data.draw(st.floats(0, 1, exclude_max=True)), data.draw(st.integers(0, 7))
+
+    def spoil(blocks):
+        block = blocks[first_wrong]
+        if fault == "over":
+            store.now += 11.0
+        elif fault == "another":
+            other = blocks[first_wrong - 1]
+            blocks = [*blocks]
+            blocks[first_wrong] = KVBlock(block.key, other.offset, block.payload_bytes, block.tier)
+        elif fault == "size":
+            blocks = [*blocks]
+            blocks[first_wrong] = KVBlock(block.key, block.offset, block.payload_bytes - 1, block.tier)
+        else:
+            byte = 9 if fault == "header" else 256 + int(place * block.payload_bytes)
+            store.slot(block)[byte] ^= 1 << bit
+        return tuple(blocks)
+
+    store.spoil = spoil
+    num_right = 0 if fault == "over" and copier != "cpu" else first_wrong
+    if (fault == "over" and copier == "cpu") or (fault == "another" and len(pages) == 1):
+        num_right = len(pages)  # copies that were verified, whatever the lease; and a record that is not another
+    sizes = {"slot_pages": data.draw(st.integers(1, 5)), "num_slots": data.draw(st.integers(1, 3))}
+    expected = [page_bytes(loaded, page) for page in range(NUM_PAGES)]
+    for page in pages[:num_right]:
+        expected[page] = page_bytes(saved, page)
+    with mover_of(loaded, store, copier, 3, **sizes) as mover:
+        assert run(mover, MoveKind.LOAD, pages, digests_of(pages)) == num_right
+    assert [page_bytes(loaded, page) for page in range(NUM_PAGES)] == expected
+    store.spoil = lambda blocks: blocks
+    store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+@pytest.mark.parametrize("payload_bytes", [16, 5000])
+def test_a_record_of_another_size_is_no_page(copier, payload_bytes):
+    store, cache = LocalStore(), random_cache(KVCacheShape(1, NUM_PAGES, 1, 4, 8), torch.float16, 1)
+    with mover_of(cache, store, copier) as mover:
+        key = mover._identity.key(*digests_of([3]))
+        lease = store.reserve([key], payload_bytes)
+        assert lease.write(0, bytes(payload_bytes))
+        assert lease.commit() == 1
+        before = page_bytes(cache, 3)
+        assert run(mover, MoveKind.LOAD, [3], digests_of([3])) == 0
+        assert page_bytes(cache, 3) == before
+    store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_a_lease_that_ends_during_a_save_makes_nothing_visible(copier):
+    store, layout = LocalStore(), (KVCacheShape(2, NUM_PAGES, 2, 4, 8), torch.float16)
+    cache, pages = random_cache(*layout, 1), range(12)
+    reserve = store.reserve
+
+    def late(keys, payload_bytes):
+        lease = reserve(keys, payload_bytes)
+        store.now += 11.0
+        return lease
+
+    store.reserve = late
+    with mover_of(cache, store, copier, slot_pages=2, num_slots=2) as mover:
+        assert run(mover, MoveKind.STORE, pages, digests_of(pages)) == 0
+    assert store.service.stats()["cpu_records"] == 0
+    store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_each_kind_of_move_has_its_own_turn_and_every_move_ends(copier):
+    store, layout = LocalStore(), (KVCacheShape(1, NUM_PAGES, 1, 4, 8), torch.float32)
+    cache = random_cache(*layout, 1)
+    with mover_of(cache, store, copier, slot_pages=4, num_slots=3) as mover:
+        moves = [KVMove(n, MoveKind.STORE if n % 2 else MoveKind.LOAD, (n,), tuple(digests_of([n]))) for n in range(20)]
+        mover.start(moves)
+        store.is_dead = True
+        ended: dict[int, int] = {}
+        while len(ended) < len(moves):
+            results = mover.take_ended(20.0)
+            assert results, "a move never ends"
+            ended |= {result.number: result.num_pages for result in results}
+        assert sorted(ended) == list(range(20))
+        assert all(ended[n] == 0 for n in range(0, 20, 2))
+    store.service.close()
+
+
+def test_a_save_of_blocks_side_by_side_is_one_transfer_a_slot(monkeypatch):
+    monkeypatch.setattr(dma_memory, "PIECE_BYTES", 1 << 20)
+    store, cache = LocalStore(), random_cache(KVCacheShape(2, NUM_PAGES, 2, 4, 8), torch.float16, 1)
+    gpus = [SimulatedGpu(cache.layers, seed) for seed in range(2)]
+    staging = torch.zeros(2, 3, 8, slot_bytes_for(cache.shape.elements_per_page * 2), dtype=torch.uint8)
+    copiers = [CudaPageCopier(cache, part, gpu, gpu) for part, gpu in zip(staging, gpus)]
+    mover = PageMover(*copiers, PageIdentity(b"m" * 32, "float16", cache.shape, 0, 1), NoClose(store))
+    for kind in (MoveKind.STORE, MoveKind.LOAD):
+        assert run(mover, kind, range(NUM_PAGES), digests_of(range(NUM_PAGES))) == NUM_PAGES
+    assert [gpu.num_copies for gpu in gpus] == [3, 3]
+    mover.close()
+    store.close()
+
+
+@settings(deadline=None, max_examples=50)
+@given(layout=layouts(), pages=PAGES, padding=st.sampled_from([0, 16, 4096]))
+def test_records_are_pages_of_all_layers_one_after_the_other(layout, pages, padding):
+    cache, copy = random_cache(*layout, 1), random_cache(*layout, 2)
+    size = cache.shape.elements_per_page * cache.layers[0].element_size()
+    records = torch.full((len(pages), size + padding), 7, dtype=torch.uint8)
+    page_copy.gather(cache.layers, pages, records)
+    assert [record[:size].numpy().tobytes() for record in records] == [page_bytes(cache, page) for page in pages]
+    assert (records[:, size:] == 7).all()
+    page_copy.scatter(copy.layers, pages, records)
+    assert [page_bytes(copy, page) for page in pages] == [page_bytes(cache, page) for page in pages]
