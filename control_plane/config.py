@@ -15,7 +15,7 @@ from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
 from kvstore.settings import KVServiceConfig, ListenConfig
-from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, WritePolicy
 from scheduler.scheduler_config import StoreConfig as StoreUse
 from worker.config import CPU_KV_CACHE_BYTES, DEVICE_DEFAULTS, WorkerConfig
 
@@ -108,9 +108,21 @@ class EngineConfig:
         default=default_of(SchedulerConfig, "enable_prefix_caching"),
     )
     kv_store: str | None = option(
-        "Address of a running `nanoflow kvstore` that keeps KV of earlier tokens: unix:/path/of/its/socket.",
+        "Address of a running `nanoflow kvstore` on this node: unix:/path/of/its/socket, or HOST:PORT.",
         default=None,
         unset="no store",
+    )
+    kv_store_token_file: Path | None = option(
+        "File with the token that a KV store on a TCP port wants; closed to others (0600).",
+        default=None,
+        unset="no token",
+    )
+    kv_store_tls_ca: Path | None = option(
+        "CA of the KV store's certificate (PEM), for mTLS on a TCP port.", default=None, unset="no mTLS"
+    )
+    kv_store_tls_cert: Path | None = option("Certificate chain for it (PEM).", default=None, unset="no mTLS")
+    kv_store_tls_key: Path | None = option(
+        "Private key for it (PEM); closed to others (0600).", default=None, unset="no mTLS"
     )
     kv_store_policy: str = option(
         "Whether a request whose turn has come waits for the KV store's answer.",
@@ -119,6 +131,11 @@ class EngineConfig:
     )
     kv_store_timeout: float = option(
         "Seconds that it then waits at most, with the policy timeout.", default=StoreUse().timeout_s, low=0
+    )
+    kv_store_write_policy: str = option(
+        "When the KV store gets a full page: at once, after its second hit, or before the GPU's own cache drops it.",
+        default=StoreUse().write_policy.value,
+        choices=tuple(policy.value for policy in WritePolicy),
     )
     nano_batches: int = option(
         "Nano-batches that each iteration is split into; 1 is sequential.",
@@ -141,6 +158,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if (self.expected_input_len is None) != (self.expected_output_len is None):
             raise ConfigError("expected-input-len and expected-output-len belong together: give both or neither")
+        tls = (self.kv_store_tls_ca, self.kv_store_tls_cert, self.kv_store_tls_key)
+        if any(tls) and not all(tls):
+            raise ConfigError("kv-store-tls-ca, kv-store-tls-cert and kv-store-tls-key belong together: give all three")
+        if (any(tls) or self.kv_store_token_file) and (self.kv_store or "unix:").startswith("unix:"):
+            raise ConfigError("tokens and certificates are for a KV store on a TCP port: give kv-store as HOST:PORT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +278,9 @@ class KVStoreOptions:
         default=None,
         secret=True,
         unset="no token needed on a socket",
+    )
+    store_token_file: Path | None = option(
+        "File with that token; closed to others (0600).", default=None, unset="no token needed on a socket"
     )
     store_ssl_keyfile: Path | None = option("Private key for mTLS (PEM).", default=None, unset="no mTLS")
     store_ssl_certfile: Path | None = option("Certificate chain for mTLS (PEM).", default=None, unset="no mTLS")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -20,9 +21,9 @@ from scheduler.loop import EngineLoop
 from scheduler.plan import OutputBatch
 from scheduler.ports import Executor
 from scheduler.scheduler import Scheduler
-from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
+from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig, WritePolicy
 from worker.backend import open_executor, open_prefix_store
-from worker.config import DEVICE_DEFAULTS, WorkerConfig
+from worker.config import DEVICE_DEFAULTS, StoreAccess, WorkerConfig
 
 Progress = Callable[[str, float], None]  # a step, and how much of it is done
 
@@ -58,6 +59,12 @@ def worker_config(engine: EngineConfig) -> WorkerConfig:
         kv_cache_bytes=engine.kv_cache_memory_bytes,
         gpu_memory_utilization=engine.gpu_memory_utilization,
         kv_store=_store_address(engine),
+        kv_store_access=StoreAccess(
+            token_file=_absolute(engine.kv_store_token_file),
+            tls_ca=_absolute(engine.kv_store_tls_ca),
+            tls_cert=_absolute(engine.kv_store_tls_cert),
+            tls_key=_absolute(engine.kv_store_tls_key),
+        ),
         expected_input_len=engine.expected_input_len,
         expected_output_len=engine.expected_output_len,
         nano_batches=engine.nano_batches,
@@ -79,7 +86,11 @@ def scheduler_config(engine: EngineConfig, max_waiting: int = 0) -> SchedulerCon
     config = SchedulerConfig(
         enable_prefix_caching=engine.enable_prefix_caching,
         target_itl_s=target_itl_s,
-        store=StoreConfig(policy=PrefetchPolicy(engine.kv_store_policy), timeout_s=engine.kv_store_timeout),
+        store=StoreConfig(
+            policy=PrefetchPolicy(engine.kv_store_policy),
+            timeout_s=engine.kv_store_timeout,
+            write_policy=WritePolicy(engine.kv_store_write_policy),
+        ),
     )
     return replace(config, max_waiting=max(config.max_waiting, max_waiting))
 
@@ -121,6 +132,11 @@ def _store_address(engine: EngineConfig) -> str | None:
     if not engine.enable_prefix_caching:
         raise ConfigError("kv-store needs prefix caching: leave enable-prefix-caching on, or kv-store out")
     return engine.kv_store
+
+
+def _absolute(path: Path | None) -> Path | None:
+    """Ranks need not run in this folder."""
+    return None if path is None else path.absolute()
 
 
 def _or(value: int | None, default: int) -> int:

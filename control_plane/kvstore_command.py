@@ -20,6 +20,7 @@ from control_plane.config import ALL_GROUPS, KVStoreOptions, LogConfig
 from control_plane.exit_watchdog import exit_within
 from control_plane.flags import configured
 from control_plane.options import ConfigError
+from kvstore.credentials import read_token
 from kvstore.keys import StoreError
 from kvstore.settings import KVServiceConfig, ListenConfig
 
@@ -59,10 +60,15 @@ def store_config(options: KVStoreOptions) -> KVServiceConfig:
 
 
 def listen_config(options: KVStoreOptions) -> ListenConfig:
-    """Where it listens: on a socket unless a port was asked for."""
+    """Where it listens: on a socket unless a port was asked for. Raises StoreError."""
+    token = options.store_token
+    if options.store_token_file is not None:
+        if token is not None:
+            raise StoreError("store-token and store-token-file are both given: choose one")
+        token = read_token(options.store_token_file)
     config = ListenConfig(
         host=options.store_host,
-        token=options.store_token,
+        token=token,
         ssl_keyfile=options.store_ssl_keyfile,
         ssl_certfile=options.store_ssl_certfile,
         ssl_ca_certs=options.store_ssl_ca_certs,

@@ -23,6 +23,7 @@ from kvstore.arena import Mapping
 from kvstore.breaker import Breaker, BreakerConfig
 from kvstore.client_leases import Arrival, ReadLease, WriteLease
 from kvstore.counters import Counters
+from kvstore.credentials import read_secret
 from kvstore.keys import MAX_KEYS_PER_CALL, KVBlock, KVKey, StoreError, Tier
 from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
 
@@ -50,7 +51,7 @@ class ClientConfig:
     call_timeout_s: float = 0.1  # of a call, beside what it is told to wait
     token: str | None = None
     ssl_ca_certs: Path | None = None  # PEM; with the two below: mTLS
-    ssl_keyfile: Path | None = None
+    ssl_keyfile: Path | None = None  # closed to others
     ssl_certfile: Path | None = None
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
@@ -74,7 +75,7 @@ class KVClient:
     """
 
     def __init__(self, config: ClientConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises StoreError if certificates cannot be read."""
+        """Raises StoreError if certificates cannot be read, or others could read the key."""
         self._config = config
         self._clock = clock
         self._lock = threading.Lock()
@@ -274,7 +275,7 @@ def _channel(config: ClientConfig) -> grpc.Channel:
     if config.ssl_ca_certs is None:
         return grpc.insecure_channel(config.address, options)
     try:
-        key = config.ssl_keyfile.read_bytes() if config.ssl_keyfile else None
+        key = read_secret(config.ssl_keyfile) if config.ssl_keyfile else None
         chain = config.ssl_certfile.read_bytes() if config.ssl_certfile else None
         credentials = grpc.ssl_channel_credentials(config.ssl_ca_certs.read_bytes(), key, chain)
     except OSError as error:

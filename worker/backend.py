@@ -31,8 +31,10 @@ class Bounds:
 def check(config: WorkerConfig, rank: int = 0) -> Bounds:
     """Refuse what cannot run, before anything is loaded and on a machine that need not have the device.
 
-    Raises UnsupportedModelError, ShardingError or CapacityError.
+    Raises UnsupportedModelError, ShardingError or CapacityError, and StoreError for files that the KV store wants.
     """
+    if config.kv_store is not None:
+        open_store(config).close()
     if config.device == "cuda":
         spec = ModelSpec.from_folder(config.model_dir)
         cuda_loading.check(config, spec)

@@ -22,6 +22,16 @@ AUTO_DTYPES = {"cpu": "float32", "cuda": "bfloat16"}  # what --dtype auto is
 
 
 @dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """How a rank shows a KV store on a TCP port who it is. Files, as secrets have no place in a configuration."""
+
+    token_file: Path | None = None  # one line; closed to others
+    tls_ca: Path | None = None  # PEM; with the two below: mTLS
+    tls_cert: Path | None = None
+    tls_key: Path | None = None  # closed to others
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """Everything that a rank needs to start. The same for all ranks of an instance."""
 
@@ -38,6 +48,7 @@ class WorkerConfig:
     kv_cache_bytes: int | None = None  # per rank, read when num_pages is None; None: CPU_KV_CACHE_BYTES, or what fits
     gpu_memory_utilization: float = 0.97  # share of a GPU's memory that weights, buffers, graphs and KV may fill
     kv_store: str | None = None  # address of a KV store (kvstore.client.ClientConfig.address)
+    kv_store_access: StoreAccess = StoreAccess()
     expected_input_len: int | None = None  # mean prompt and output tokens; with both, B_dense is what memory keeps full
     expected_output_len: int | None = None
     nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential

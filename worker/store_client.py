@@ -17,11 +17,24 @@ if TYPE_CHECKING:
 
 
 def open_store(config: WorkerConfig) -> KVClient:
-    """A client of its own for each caller. The store need not be there: all faults are misses."""
+    """A client of its own for each caller. The store need not be there: all faults are misses.
+
+    Raises StoreError where files of the configuration cannot be read, or secrets in them are open to others.
+    """
     assert config.kv_store is not None
     from kvstore.client import ClientConfig, KVClient  # gRPC is for those who use a store
+    from kvstore.credentials import read_token
 
-    return KVClient(ClientConfig(config.kv_store))
+    access = config.kv_store_access
+    return KVClient(
+        ClientConfig(
+            config.kv_store,
+            token=None if access.token_file is None else read_token(access.token_file),
+            ssl_ca_certs=access.tls_ca,
+            ssl_keyfile=access.tls_key,
+            ssl_certfile=access.tls_cert,
+        )
+    )
 
 
 def open_mover(config: WorkerConfig, rank: int, cache: KVCache, staging: torch.Tensor | None = None) -> PageMover:

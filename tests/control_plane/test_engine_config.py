@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from control_plane.cluster import InstanceConfig
 from control_plane.config import EngineConfig
-from control_plane.engine import check_device, device_of, worker_config
+from control_plane.engine import check_device, device_of, scheduler_config, worker_config
 from control_plane.options import ConfigError
-from scheduler.scheduler_config import SchedulerConfig
+from scheduler.scheduler_config import SchedulerConfig, WritePolicy
+from worker.config import StoreAccess
 
 
 @pytest.mark.parametrize(
@@ -28,6 +31,36 @@ def test_defaults_follow_the_device_and_what_is_given_wins(tmp_path):
     given = EngineConfig(tmp_path, device="cuda", max_num_batched_tokens=7, max_num_seqs=3, block_size=8)
     assert (worker_config(given).max_batch_tokens, worker_config(given).max_slots) == (7, 3)
     assert worker_config(given).page_size == 8
+
+
+def test_the_way_to_the_store_and_its_policies_reach_ranks_and_scheduler(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = {"ca": Path("ca.pem"), "cert": Path("cert.pem"), "key": Path("/etc/key.pem")}
+    engine = EngineConfig(
+        tmp_path,
+        kv_store="127.0.0.1:7000",
+        kv_store_token_file=Path("token"),
+        kv_store_write_policy="write_back",
+        **{f"kv_store_tls_{name}": path for name, path in files.items()},
+    )
+    assert worker_config(engine).kv_store_access == StoreAccess(
+        tmp_path / "token", tmp_path / "ca.pem", tmp_path / "cert.pem", Path("/etc/key.pem")
+    )
+    assert scheduler_config(engine).store.write_policy is WritePolicy.WRITE_BACK
+    assert scheduler_config(EngineConfig(tmp_path)).store.write_policy is WritePolicy.WRITE_THROUGH
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_store": "h:1", "kv_store_tls_ca": Path("ca"), "kv_store_tls_cert": Path("cert")}, "belong together"),
+        ({"kv_store": "unix:/s", "kv_store_token_file": Path("t")}, "on a TCP port"),
+        ({"kv_store_token_file": Path("t")}, "on a TCP port"),
+    ],
+)
+def test_credentials_that_no_store_would_want_are_refused(tmp_path, given, message):
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(tmp_path, **given)
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", None), ("cuda", 1.0)])
