@@ -15,7 +15,7 @@ from control_plane.errors import ListenError
 from control_plane.generation import Final
 from control_plane.metric_families import COUNTERS, GAUGES, HISTOGRAMS, iteration_buckets, token_buckets
 from control_plane.metrics import Metrics
-from scheduler.plan import LoadReport, OutputBatch, StepStats
+from scheduler.plan import LoadReport, MoveCounts, OutputBatch, StepStats
 from scheduler.request import FinishReason
 
 NO_TOKENS = np.empty(0, np.int32)
@@ -146,3 +146,14 @@ def test_a_step_that_only_moves_pages_says_nothing_of_fill_and_hits_are_told_by_
     assert metric_value(metrics, "nanoflow_dense_batch_fill", instance="i") == pytest.approx(48 / 64)
     assert metric_value(metrics, "nanoflow_kv_store_cpu_hits_total", instance="i") == 32
     assert metric_value(metrics, "nanoflow_kv_store_ssd_hits_total", instance="i") == 16
+
+
+def test_what_becomes_of_pages_and_of_preempted_requests_is_counted(metrics):
+    metrics.attached("i", capacity())
+    counts = MoveCounts(1, 2, 3, 4, 5, 6, 7)
+    metrics.batch("i", replace(BATCH, stats=replace(STATS, moves=counts)))
+    metrics.batch("i", replace(BATCH, stats=replace(STATS, moves=counts)))
+    names = ("loaded", "load_failed", "stored", "store_failed", "dropped", "skipped")
+    values = [metric_value(metrics, f"nanoflow_kv_store_pages_{name}_total", instance="i") for name in names]
+    assert values == [2, 4, 6, 8, 10, 12]
+    assert metric_value(metrics, "nanoflow_num_preemptions_moved_total", instance="i") == 14
