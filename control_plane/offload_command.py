@@ -10,9 +10,11 @@ from typing import Annotated
 
 import typer
 
-from control_plane.bench.offload_options import SimulationOptions, Sweep
+from control_plane.bench.offload_options import EngineOptions, SimulationOptions, Sweep
+from control_plane.config import ALL_GROUPS, EngineConfig
+from control_plane.flags import configured
 
-_DEFAULTS = SimulationOptions()
+_DEFAULTS, _ENGINE = SimulationOptions(), EngineOptions()
 
 
 def register(app: typer.Typer) -> None:
@@ -20,6 +22,7 @@ def register(app: typer.Typer) -> None:
     offload = typer.Typer(help="Multi-round conversations with and without a KV store.", invoke_without_command=True)
     offload.callback()(alone)
     offload.command()(simulate)
+    offload.command()(configured(ALL_GROUPS)(engine))
     app.add_typer(offload, name="offload")
 
 
@@ -80,3 +83,53 @@ def simulate(
             plot=plot,
         )
     )
+
+
+def engine(
+    engine: EngineConfig,
+    rounds: Annotated[
+        Path, typer.Option(metavar="FILE", help="CSV of conversations.", show_default="the committed ones")
+    ] = _ENGINE.rounds,
+    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Conversations at most.")] = _ENGINE.limit,
+    length_scale: Annotated[
+        float, typer.Option(min=0.001, metavar="X", help="Of the lengths of prompts and answers.")
+    ] = _ENGINE.length_scale,
+    at_once: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Conversations in play; 0: they begin when the file says.")
+    ] = _ENGINE.at_once or 0,
+    time_scale: Annotated[float, typer.Option(min=0, metavar="X", help="Of arrivals and pauses.")] = _ENGINE.time_scale,
+    repeats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Turns with the store and as many without.")
+    ] = _ENGINE.repeats,
+    return_len: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Tokens of the conversation that returns.")
+    ] = _ENGINE.return_len,
+    return_repeats: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Times that one returns; 0: none.")
+    ] = _ENGINE.return_repeats,
+    cpu_bytes: Annotated[
+        int,
+        typer.Option(min=1, metavar="N", help="CPU tier of the store that is started without --kv-store."),
+    ] = _ENGINE.cpu_bytes,
+    ssd_dir: Annotated[Path | None, typer.Option(metavar="PATH", help="Folder for its SSD tier.")] = None,
+    ssd_bytes: Annotated[int, typer.Option(min=0, metavar="N", help="Its SSD tier.")] = _ENGINE.ssd_bytes,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="PNG of times to the first token.")] = None,
+) -> None:
+    """A real engine with a KV store and without, in turns: times to first and last token, tokens computed, outputs."""
+    from control_plane.bench.offload_engine import run
+
+    options = EngineOptions(
+        rounds=rounds,
+        limit=limit,
+        length_scale=length_scale,
+        at_once=at_once or None,
+        time_scale=time_scale,
+        repeats=repeats,
+        return_len=return_len,
+        return_repeats=return_repeats,
+        cpu_bytes=cpu_bytes,
+        ssd_dir=ssd_dir,
+        ssd_bytes=ssd_bytes,
+        plot=plot,
+    )
+    run(engine, options)

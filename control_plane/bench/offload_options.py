@@ -36,3 +36,21 @@ class SimulationOptions:
     num_engines: int = 1
     sweeps: tuple[Sweep, ...] = ()
     plot: Path | None = None  # picture of the hit rate over the CPU budget
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """What to play on a real engine, and the store that is started for it."""
+
+    rounds: Path = ROUNDS_FILE
+    limit: int = 24  # conversations at most
+    length_scale: float = 1.0  # of prompts and answers
+    at_once: int | None = 8  # conversations in play; None: they begin when the file says
+    time_scale: float = 0.05  # of arrivals and pauses
+    repeats: int = 2  # turns with the store, and without; 0: only the return
+    return_len: int = 4096  # tokens of the conversation that returns
+    return_repeats: int = 3  # 0: only the rounds
+    cpu_bytes: int = 4 << 30
+    ssd_dir: Path | None = None
+    ssd_bytes: int = 0
+    plot: Path | None = None  # picture of times to the first token
