@@ -122,7 +122,7 @@ class KVClient:
         return ReadLease(self._arrival(attached, answer.lease_id, began), blocks, self._corrupt)
 
     def reserve(self, keys: Sequence[KVKey], payload_bytes: int) -> WriteLease | None:
-        """Room for records of these keys, payload_bytes each; None if nothing is to be written or can be."""
+        """Room for records of these keys, payload_bytes each; None if nothing can be written or is there already."""
         attached = self._attach()
         if attached is None or not keys or not 0 < payload_bytes <= attached.max_payload_bytes:
             return None
@@ -131,10 +131,11 @@ class KVClient:
         request = kvstore_pb2.ReserveRequest(keys=keys, payload_bytes=payload_bytes)
         problem = reserve_problem(keys, payload_bytes, attached.mapping.num_bytes)
         answer = self._call(self._stub.Reserve, request, problem)
-        if answer is None or not answer.lease_id or not self._is_of(attached, answer):
+        if answer is None or not self._is_of(attached, answer):
             return None
         arrival = self._arrival(attached, answer.lease_id, began)
-        return WriteLease(arrival, tuple(keys), tuple(answer.offsets), payload_bytes, self._commit)
+        lease = WriteLease(arrival, tuple(keys), tuple(answer.offsets), payload_bytes, self._commit)
+        return lease if lease.num_placed or lease.wanted else None
 
     def get(self, key: KVKey, wait_s: float = 0.0) -> bytes | None:
         """One record's bytes, verified."""
@@ -148,7 +149,7 @@ class KVClient:
     def put(self, key: KVKey, payload: bytes | memoryview) -> bool:
         """Keep one record; whether it was written just now."""
         lease = self.reserve([key], len(payload))
-        if lease is None:
+        if lease is None or not lease.wanted:
             return False
         with lease:
             return lease.write(0, payload) and lease.commit() == 1
@@ -245,7 +246,7 @@ class KVClient:
 
     def _release(self, lease_id: int) -> None:
         """Without waiting: what does not arrive ends by itself."""
-        if not self.breaker.is_open:
+        if lease_id and not self.breaker.is_open:  # 0: there was nothing to lease
             self._send(self._stub.Release, kvstore_pb2.ReleaseRequest(lease_ids=[lease_id]))
 
     def _corrupt(self, key: KVKey, outlived: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Self
 
 from xxhash import xxh3_64_intdigest
 
-from kvstore.keys import KVBlock, KVKey
+from kvstore.keys import NOT_NEEDED, KVBlock, KVKey
 from kvstore.record import HEADER_BYTES, payload_of, read_header, seal, slot_bytes_for
 
 
@@ -131,6 +131,12 @@ class WriteLease(_Lease):
         self._payload_bytes = payload_bytes
         self._commit = commit
         self.wanted = tuple(number for number, offset in enumerate(offsets) if offset >= 0)  # keys that have room
+
+    @property
+    def num_placed(self) -> int:
+        """Leading keys that have room here, or are there already."""
+        refused = (number for number, offset in enumerate(self._offsets) if offset < 0 and offset != NOT_NEEDED)
+        return next(refused, len(self._offsets))
 
     def write(self, number: int, payload: bytes | memoryview) -> bool:
         """Copy a payload in and seal it; False if the lease is over."""

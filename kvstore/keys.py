@@ -14,6 +14,10 @@ from typing import NewType
 MAX_KEY_BYTES = 128
 MAX_KEYS_PER_CALL = 16384
 
+# Instead of a slot's offset, for one of the keys that room was asked for. They go over the wire.
+NOT_NEEDED = -1  # the key is there, or being written
+NO_ROOM = -2  # larger than a slab, or everything is in use
+
 KVKey = NewType("KVKey", bytes)  # 1 to MAX_KEY_BYTES bytes, compared in full
 
 

@@ -22,15 +22,12 @@ from kvstore import tiers as two_tiers
 from kvstore.arena import Arena
 from kvstore.counters import Counters
 from kvstore.files import Files
-from kvstore.keys import InvalidCallError, KVBlock, KVKey, Tier
+from kvstore.keys import NO_ROOM, NOT_NEEDED, InvalidCallError, KVBlock, KVKey, Tier
 from kvstore.leases import Leases
 from kvstore.record import HEADER_BYTES, read_header
 from kvstore.settings import KVServiceConfig
 from kvstore.ssd import SsdTier
 from kvstore.tiers import Tiers
-
-NOT_NEEDED = -1  # instead of an offset: the key is there, or being written
-NO_ROOM = -2  # instead of an offset: larger than a slab, or everything is in use
 
 COUNTERS = (
     "lookups",  # calls

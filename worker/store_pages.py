@@ -127,8 +127,8 @@ class PageMover:
                 is_done = self._send(lease, move.page_ids)
             finally:
                 self._saves.settle()
-            # Those that were not wanted are there already.
-            return len(move.page_ids) if is_done and (not lease.wanted or lease.commit()) else 0
+            # Those that were not wanted are there already, up to the first that found no room.
+            return lease.num_placed if is_done and (not lease.wanted or lease.commit()) else 0
 
     def _send(self, lease: WriteLease, pages: Sequence[int]) -> bool:
         """Whether all records that are wanted have been written whole."""

@@ -1,9 +1,10 @@
 """Offline throughput of one engine in this process: everything submitted at once, nothing else measured.
 
 The work is fixed so that figures of different days and engines can stand side by side: prompts of random token
-ids, greedy, ignoring end-of-sequence ids, no prefix hits, no text. On a GPU the share of the optimum (paper, Eq. 5,
-with the sustained GEMM rate of the same run), clocks, watts and joules stand beside it, and a breakdown where it is
-asked for. Knows nothing of Ray or transport.
+ids, greedy, ignoring end-of-sequence ids, no prefix hits, no text. With a KV store (an empty one, or its hits count)
+all full pages are given to it meanwhile, which is what offloading costs. On a GPU the share of the optimum (paper,
+Eq. 5, with the sustained GEMM rate of the same run), clocks, watts and joules stand beside it, and a breakdown where
+it is asked for. Knows nothing of Ray or transport.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from control_plane.engine import make_loop, open_engine
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from scheduler.loop import EngineLoop
-from scheduler.plan import EngineCapacity, IterationPlan
+from scheduler.plan import EngineCapacity, IterationPlan, StepResult
 from scheduler.ports import Executor, PendingStep
 from worker.cuda_executor import CudaExecutor
 
@@ -40,6 +41,19 @@ class Mode:
 
     synchronous: bool = False  # plan a step only after the one before has ended
     breakdown: bool = False  # afterwards, time each operator of a steady iteration by itself (GPU only)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """A step that has: its result, which the executor tells only once."""
+
+    value: StepResult
+
+    def done(self) -> bool:
+        return True
+
+    def result(self, timeout_s: float | None = None) -> StepResult:
+        return self.value
 
 
 class Synchronous:
@@ -53,9 +67,7 @@ class Synchronous:
         return self._inner.capacity
 
     def submit(self, plan: IterationPlan) -> PendingStep:
-        step = self._inner.submit(plan)
-        step.result(self._timeout_s)
-        return step
+        return _Ended(self._inner.submit(plan).result(self._timeout_s))
 
     def close(self) -> None:
         self._inner.close()
@@ -66,7 +78,7 @@ def run(engine: EngineConfig, workload: Workload, mode: Mode = Mode()) -> dict[s
 
     Raises ConfigError where the workload does not fit, and what the worker raises for a model it cannot load.
     """
-    engine = replace(engine, enable_prefix_caching=False)
+    engine = replace(engine, enable_prefix_caching=engine.kv_store is not None)
     spec, lengths = ModelSpec.from_folder(engine.model), workload.lengths()
     _check_lengths(lengths, engine.max_model_len)
     began = time.perf_counter()
@@ -115,6 +127,8 @@ def _measure(
     if record.failures:
         raise RuntimeError(f"{len(record.failures)} requests did not end as they should: {record.failures[0]}")
     figures = record.figures(submitted, prompt_tokens, output_tokens)
+    if engine.kv_store is not None:
+        figures |= _moves(record)
     if gpu:
         figures |= _shares(figures, rate, spec) | power
         concurrent = min(len(requests), executor.capacity.max_slots)
@@ -131,6 +145,13 @@ def _run_loop(loop: EngineLoop, record: Record) -> None:
         loop.run()
     except Exception as error:
         record.fail(error)
+
+
+def _moves(record: Record) -> dict[str, int]:
+    """Pages that went to the KV store and came from it, and those that should have."""
+    counts = [stats.moves for _, stats in record.steps]
+    names = ("num_stored", "num_store_failed", "num_dropped", "num_loaded", "num_load_failed")
+    return {f"pages_{name.removeprefix('num_')}": sum(getattr(each, name) for each in counts) for name in names}
 
 
 def _check_lengths(lengths: list[tuple[int, int]], max_model_len: int | None) -> None:
@@ -167,6 +188,7 @@ def _setting(
         "output_len": workload.output_len,
         "lengths_file": workload.lengths_file and workload.lengths_file.name,
         "synchronous": mode.synchronous,
+        "kv_store": engine.kv_store is not None,
         "batch_tokens": capacity.max_batch_tokens,
         "max_slots": capacity.max_slots,
         "num_pages": capacity.num_pages,

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from control_plane.bench.throughput import Mode, run
+from control_plane.bench.throughput import Mode, Synchronous, run
 from control_plane.bench.workload import Workload
 from control_plane.config import EngineConfig
 from control_plane.options import ConfigError
+from scheduler.plan import KVMoveResult, StepResult
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -79,3 +81,20 @@ def test_a_synchronous_run_gives_the_same_tokens_and_no_late_plan_goes_unseen(en
 def test_a_breakdown_is_for_gpus(engine):
     with pytest.raises(ConfigError, match="breakdown"):
         run(engine, Workload(num_prompts=1, input_len=4, output_len=4), Mode(breakdown=True))
+
+
+def test_a_step_that_was_waited_for_tells_its_moves_again():
+    class Executor:
+        def submit(self, plan):
+            return Step()
+
+    class Step:
+        moves = (KVMoveResult(0, 1),)
+
+        def result(self, timeout_s=None):
+            self.moves, moves = (), self.moves
+            return StepResult(0, np.empty(0, np.int32), (), 0.0, 0.0, moves)
+
+    step = Synchronous(Executor(), 1.0).submit(None)
+    assert step.done()
+    assert step.result(1.0).moves == (KVMoveResult(0, 1),)

@@ -207,3 +207,25 @@ async def test_a_get_that_is_cancelled_while_it_loads_keeps_nothing(tmp_path):
     await server.stop(0)
     service.check_integrity()
     assert service.close()
+
+
+async def test_keys_that_are_there_are_told_from_those_without_room(serve, tmp_path):
+    address = await serve(socket=tmp_path / "run" / "kv.sock")
+
+    def calls() -> None:
+        client = KVClient(ClientConfig(f"unix:{tmp_path / 'run' / 'kv.sock'}", call_timeout_s=2.0))
+        assert client.arena() is not None
+        assert client.put(b"a", bytes(100))
+        assert not client.put(b"a", bytes(100))
+        for payload_bytes, num_placed, wanted in [(100, 3, (1, 2)), (1 << 20, None, None)]:
+            lease = client.reserve([b"a", b"b", b"c"], payload_bytes)
+            assert (lease and lease.num_placed, lease and lease.wanted) == (num_placed, wanted)
+            if lease is not None:
+                lease.release()
+        there = client.reserve([b"a"], 100)
+        assert (there.num_placed, there.wanted) == (1, ())
+        there.release()
+        client.close()
+
+    assert address
+    await asyncio.to_thread(calls)

@@ -58,7 +58,7 @@ class LocalStore:
 
     def reserve(self, keys, payload_bytes):
         reserved = self.service.reserve(keys, payload_bytes)
-        if self.is_dead or not reserved.lease_id:
+        if self.is_dead:
             return None
         arrival = self._arrival(reserved.lease_id)
         return WriteLease(arrival, tuple(keys), reserved.offsets, payload_bytes, self.service.commit)
@@ -246,6 +246,23 @@ def test_a_lease_that_ends_during_a_save_makes_nothing_visible(copier):
     with mover_of(cache, store, copier, slot_pages=2, num_slots=2) as mover:
         assert run(mover, MoveKind.STORE, pages, digests_of(pages)) == 0
     assert store.service.stats()["cpu_records"] == 0
+    store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_pages_that_are_there_count_as_saved_and_those_without_room_do_not(copier):
+    store, layout = LocalStore(1 << 16), (KVCacheShape(2, NUM_PAGES, 2, 4, 8), torch.float16)
+    cache = random_cache(*layout, 1)
+    with mover_of(cache, store, copier, slot_pages=2, num_slots=2) as mover:
+        assert run(mover, MoveKind.STORE, range(4), digests_of(range(4))) == 4
+        assert run(mover, MoveKind.STORE, range(4), digests_of(range(4))) == 4
+        assert store.service.stats()["puts"] == 4
+        kept = store.acquire([mover._identity.key(digest) for digest in digests_of(range(4))])
+        # A store in which half is in use has no room for all others.
+        num_saved = run(mover, MoveKind.STORE, range(NUM_PAGES), digests_of(range(NUM_PAGES)))
+        assert 4 <= num_saved < NUM_PAGES
+        kept.release()
+    assert store.service.stats()["cpu_records"] >= num_saved
     store.close()
 
 
