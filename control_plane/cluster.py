@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,12 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from control_plane.errors import StartError
@@ -112,14 +117,23 @@ class RayInstance:
             answer.cancel()
 
 
-async def start_instance(name: str, config: InstanceConfig, progress: Callable[[str], None]) -> RayInstance:
+async def start_instance(
+    name: str,
+    config: InstanceConfig,
+    progress: Callable[[str], None],
+    prepare: Callable[[str], Awaitable[None]] | None = None,
+) -> RayInstance:
     """Place, start and load one instance. Raises StartError.
 
-    `progress` hears in one line each what is being done.
+    `progress` hears in one line each what is being done. `prepare` gets its node's id before anything runs there.
     """
     group = await _place(config, progress)
     actors: list[Any] = []
     try:
+        if prepare is not None:
+            progress("preparing its node")
+            table = await asyncio.to_thread(placement_group_table, group)
+            await prepare(table["bundles_to_node_id"][0])
         ranks = range(config.worker.tensor_parallel_size)
         workers = [
             WorkerActor.options(

@@ -285,9 +285,38 @@ class KVStoreOptions:
     store_ssl_keyfile: Path | None = option("Private key for mTLS (PEM).", default=None, unset="no mTLS")
     store_ssl_certfile: Path | None = option("Certificate chain for mTLS (PEM).", default=None, unset="no mTLS")
     store_ssl_ca_certs: Path | None = option("CA of client certificates (PEM).", default=None, unset="no mTLS")
+    store_ends_with_stdin: bool = option(
+        "End when stdin does, as it does when the process that started the store is gone.", default=False
+    )
     store_metrics_port: int | None = option(
         "Port of the store's /metrics for Prometheus; 0 picks a free one.", default=None, low=0, high=65535, unset="off"
     )
 
 
-ALL_GROUPS = (EngineConfig, ServerConfig, Limits, LogConfig, KVStoreOptions)  # what a configuration file may speak of
+@dataclass(frozen=True, slots=True)
+class OwnStoreConfig:
+    """KV store of a server's own: `nanoflow serve` starts it beside its instance and ends it."""
+
+    kv_store_cpu_bytes: int | None = option(
+        "Bytes of memory for a KV store that the server starts; instead of --kv-store.",
+        default=None,
+        low=1,
+        unset="none is started",
+    )
+    kv_store_ssd_dir: Path | None = option(
+        "Folder of its SSD tier, for one store at a time.", default=None, unset="no SSD tier"
+    )
+    kv_store_ssd_bytes: int = option(
+        "Bytes that its SSD tier may take.", default=default_of(KVStoreOptions, "ssd_bytes"), low=1
+    )
+    kv_store_metrics_port: int | None = option(
+        "Port of its /metrics for Prometheus.", default=None, low=1, high=65535, unset="off"
+    )
+
+    def __post_init__(self) -> None:
+        if self.kv_store_cpu_bytes is None and self.kv_store_ssd_dir is not None:
+            raise ConfigError("kv-store-ssd-dir is of a store that the server starts: give kv-store-cpu-bytes too")
+
+
+# What a configuration file may speak of.
+ALL_GROUPS = (EngineConfig, ServerConfig, Limits, LogConfig, OwnStoreConfig, KVStoreOptions)

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from wsgiref.simple_server import WSGIServer
@@ -101,6 +103,8 @@ async def run(store: KVServiceConfig, listen: ListenConfig, options: KVStoreOpti
         address = await server.start()
         if options.store_metrics_port is not None:
             metrics = _serve_metrics(StoreCollector(service.stats), options)
+        if options.store_ends_with_stdin:
+            _when_stdin_ends(asyncio.get_running_loop(), ended)
         print(f"nanoflow kvstore: ready on {address}", flush=True)
         await ended.wait()
         log.info("stopping")
@@ -112,6 +116,19 @@ async def run(store: KVServiceConfig, listen: ListenConfig, options: KVStoreOpti
             metrics.server_close()
         in_time = service.close(_CLOSE_S)
     return 0 if in_time else 1
+
+
+def _when_stdin_ends(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
+    """Set `ended` then."""
+
+    def read() -> None:
+        with suppress(OSError):
+            while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
+                pass
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ended.set)
+
+    threading.Thread(target=read, name="stdin", daemon=True).start()
 
 
 class StoreCollector(Collector):

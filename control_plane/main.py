@@ -20,7 +20,7 @@ from rich.console import Console
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
 from control_plane import kvstore_command, offload_command, ray_environment, search_commands
-from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, ServerConfig
+from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, OwnStoreConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.interrupts import ends_at_once
 from control_plane.options import ConfigError
@@ -47,7 +47,9 @@ errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 @app.command()
 @configured(ALL_GROUPS)
-def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogConfig) -> None:
+def serve(
+    engine: EngineConfig, server: ServerConfig, limits: Limits, own_store: OwnStoreConfig, log: LogConfig
+) -> None:
     """Serve a model by gRPC, with metrics for Prometheus, until SIGTERM."""
     ray_environment.prepare(os.environ)
     with ends_at_once():
@@ -55,7 +57,7 @@ def serve(engine: EngineConfig, server: ServerConfig, limits: Limits, log: LogCo
         from control_plane.serve import run  # Ray and torch are slow to import, and other commands do without
 
     _set_up_logging(log)
-    exit_at_once(asyncio.run(run(engine, server, limits)))
+    exit_at_once(asyncio.run(run(engine, server, limits, own_store)))
 
 
 @app.command()

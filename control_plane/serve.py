@@ -11,10 +11,11 @@ import os
 import signal
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack, suppress
+from dataclasses import replace
 from typing import Any
 
 from control_plane.cluster import InstanceConfig, RayInstance, start_instance
-from control_plane.config import EngineConfig, ServerConfig
+from control_plane.config import EngineConfig, OwnStoreConfig, ServerConfig
 from control_plane.engine import check_device, model_info, scheduler_config, worker_config
 from control_plane.exit_watchdog import exit_within
 from control_plane.frontend import Frontend
@@ -22,6 +23,8 @@ from control_plane.grpc_admin import ServerInfo
 from control_plane.grpc_server import GrpcConfig, GrpcServer
 from control_plane.intake import Intake
 from control_plane.metrics import Metrics
+from control_plane.node_store import NodeStore, ray_store
+from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from control_plane.ray_connection import connected
 from control_plane.release import release
@@ -34,7 +37,9 @@ log = logging.getLogger(__name__)
 EXIT_TIMEOUT_S = 30.0  # after the drain, for taking everything down
 
 
-async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int:
+async def run(
+    engine: EngineConfig, server: ServerConfig, limits: Limits, own_store: OwnStoreConfig | None = None
+) -> int:
     """Serve until SIGTERM or SIGINT, drain, end; the exit code. A second signal ends the process at once.
 
     When requests are taken, one line on stdout says so: `ready: gRPC HOST:PORT, metrics URL`. Raises what a user
@@ -42,6 +47,9 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
     """
     stop = asyncio.Event()
     _stop_on_signals(stop)
+    store = None if own_store is None else store_of(engine, own_store)
+    if store is not None:
+        engine = replace(engine, kv_store=store.address)
     if not os.environ.get("RAY_ADDRESS"):
         check_device(engine)
     intake = Intake.from_folder(engine.model, model_info(engine, server.served_model_name), limits)
@@ -61,6 +69,8 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
             show.done()
             return 0
         _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
+        if store is not None:
+            stack.push_async_callback(store.close)
         grpc_server = GrpcServer(frontend, ServerInfo(release(), engine.tensor_parallel_size), grpc_config(server))
         port = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
@@ -71,7 +81,7 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
             print(f"ready: gRPC {server.host}:{port}, metrics {url}", flush=True)
 
         async def start() -> RayInstance:
-            return await start_instance("instance-0", config, show)
+            return await start_instance("instance-0", config, show, None if store is None else store.place)
 
         supervisor = Supervisor(start, frontend)
         stack.push_async_callback(supervisor.close)
@@ -88,6 +98,17 @@ async def run(engine: EngineConfig, server: ServerConfig, limits: Limits) -> int
             log.critical("stopped, for nobody looks after the instance any more: %r", supervising.exception())
             return 1
         return 0 if drained else 1
+
+
+def store_of(engine: EngineConfig, own: OwnStoreConfig) -> NodeStore | None:
+    """The KV store that the server is to start, if any. Raises ConfigError."""
+    if own.kv_store_cpu_bytes is None:
+        return None
+    if engine.kv_store is not None:
+        raise ConfigError(
+            "kv-store and kv-store-cpu-bytes are both given: use the store that runs, or have one started"
+        )
+    return ray_store(own)
 
 
 def instance_config(engine: EngineConfig, limits: Limits) -> InstanceConfig:

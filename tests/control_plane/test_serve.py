@@ -29,7 +29,7 @@ class Serving:
         self._shown = ""
         self._broken_start = broken_start  # the start with this number, from 1, raises
 
-        async def start_instance(name, config, progress):
+        async def start_instance(name, config, progress, prepare=None):
             if len(self.instances) + 1 == self._broken_start:
                 raise RuntimeError("the cluster is on fire")
             self.instances.append(FakeInstance(name, step_s=0.01))

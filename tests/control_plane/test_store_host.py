@@ -1,0 +1,104 @@
+"""A KV store process of a server's own: it is ready when started, and never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from control_plane.store_host import StoreHost
+from kvstore.client import ClientConfig, KVClient
+from kvstore.keys import StoreError
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--cpu-bytes", str(1 << 20)]
+
+
+@contextmanager
+def host_in(folder: Path, *flags: str) -> Iterator[StoreHost]:
+    host = StoreHost(folder / "own" / "kv.sock", flags or SMALL, 60.0)
+    try:
+        yield host
+    finally:
+        host.stop()
+
+
+def put_and_get(folder: Path) -> bool:
+    client = KVClient(ClientConfig(f"unix:{folder / 'own' / 'kv.sock'}", call_timeout_s=5.0))
+    try:
+        return client.put(b"key", b"payload") and client.get(b"key") == b"payload"
+    finally:
+        client.close()
+
+
+def until_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def test_it_serves_when_started_and_is_gone_when_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOFLOW_STORE_PORT", "7000")  # for another store: with a socket that would be an error
+    with host_in(tmp_path) as host:
+        pid = host.start()
+        assert host.ended() is None
+        assert put_and_get(tmp_path)
+        host.stop()
+        assert until_gone(pid)
+    assert not (tmp_path / "own").exists()
+
+
+def test_after_a_kill_it_says_so_and_can_be_started_again(tmp_path):
+    with host_in(tmp_path) as host:
+        os.kill(host.start(), signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while host.ended() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert "signal 9" in host.ended()
+        host.start()
+        assert host.ended() is None
+        assert put_and_get(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--cpu-bytes", "1000"], "at least 65536"),
+        ([*SMALL, "--ssd-dir", "/proc/nowhere"], "cannot be used"),
+        (["--cpu-bytes", "9000000000000000"], "fewer cpu-bytes"),
+    ],
+)
+def test_why_it_does_not_start_is_told(tmp_path, flags, reason):
+    with host_in(tmp_path, *flags) as host, pytest.raises(StoreError, match=reason):
+        host.start()
+
+
+def test_it_ends_with_a_parent_that_is_killed(tmp_path):
+    program = (
+        "import sys, time; from pathlib import Path; from control_plane.store_host import StoreHost\n"
+        f"host = StoreHost(Path({str(tmp_path / 'own' / 'kv.sock')!r}), {SMALL!r}, 60.0)\n"
+        "print(host.start(), flush=True); time.sleep(100)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert put_and_get(tmp_path)
+        parent.kill()
+        assert until_gone(pid)
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()
