@@ -130,7 +130,7 @@ class PageSaves:
         digests: list[bytes] = []
         num_kept, room = 0, self._max_evacuating - sum(len(each.held) for each in self._evacuations)
         for digest in request.digests[: request.num_published]:
-            if not self._backlog.is_settled(digest):
+            if not self._backlog.knows(digest):  # one on its way is saved twice: so its arrival is waited for
                 page = self._pool.find(digest)
                 if page is None or len(pages) >= room:
                     break

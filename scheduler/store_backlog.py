@@ -35,7 +35,8 @@ class StoreBacklog:
                 self.num_dropped += 1
 
     def claim(self, digest: bytes) -> bool:
-        """Whether this page is to be given now, before all that wait; it is on the way then, as after take()."""
+        """Give this page now, before all that wait: it is on the way then, as after take(); False if it was already,
+        or has arrived."""
         if digest in self._waiting:
             del self._waiting[digest]
             return True
@@ -44,9 +45,9 @@ class StoreBacklog:
         self._pending.add(digest)
         return True
 
-    def is_settled(self, digest: bytes) -> bool:
-        """Whether the store has this page, as far as known, or it is on the way."""
-        return digest in self._known or (digest in self._pending and digest not in self._waiting)
+    def knows(self, digest: bytes) -> bool:
+        """Whether the store has this page, as far as anyone has heard."""
+        return digest in self._known
 
     def take(self) -> bytes:
         """The longest waiting one; it is on the way until stored(), failed() or drop() is called."""
@@ -54,7 +55,7 @@ class StoreBacklog:
 
     def given_up(self, digest: bytes) -> None:
         """The last page with this content is gone."""
-        if not self.is_settled(digest):
+        if digest not in self._known and digest not in self._pending:
             self.num_dropped += 1
 
     def drop(self, digest: bytes) -> None:

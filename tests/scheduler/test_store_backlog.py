@@ -67,3 +67,27 @@ def test_what_is_heard_of_a_page_that_waits_changes_nothing() -> None:
     backlog.failed([A])
     backlog.offer([A])
     assert take_all(backlog) == [A]
+
+
+def test_a_claimed_page_goes_before_all_that_wait_and_once() -> None:
+    backlog = StoreBacklog(10, 10)
+    backlog.offer([A, B])
+    assert backlog.claim(B)
+    assert not backlog.claim(B)
+    assert backlog.claim(C)
+    assert take_all(backlog) == [A]
+    backlog.stored([A, B])
+    assert not backlog.claim(A)
+    assert [backlog.knows(each) for each in (A, B, C, D)] == [True, True, False, False]
+    backlog.failed([C])
+    assert backlog.claim(C)
+    backlog.check_integrity()
+
+
+def test_what_is_given_up_unsaved_is_counted() -> None:
+    backlog = StoreBacklog(10, 10)
+    backlog.learn([A])
+    backlog.claim(B)
+    for digest in (A, B, C):
+        backlog.given_up(digest)
+    assert backlog.num_dropped == 1
