@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -12,8 +13,20 @@ class Files:
     """Whole reads and writes at an offset. Everything raises OSError."""
 
     def read(self, path: Path, offset: int, into: memoryview) -> int:
-        """Fill `into` from the file; bytes read, fewer than asked for only at the file's end."""
-        descriptor = os.open(path, os.O_RDONLY | _OPEN)
+        """Fill `into` from the file; bytes read, fewer than asked for only at the file's end.
+
+        Past the page cache where that can be done: what is read is kept by the caller, and a copy of it in the cache
+        would cost time and push out what others need.
+        """
+        try:
+            return self._read(path, offset, into, os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return self._read(path, offset, into, 0)  # the file system has no such thing, or something is not aligned
+
+    def _read(self, path: Path, offset: int, into: memoryview, flags: int) -> int:
+        descriptor = os.open(path, os.O_RDONLY | _OPEN | flags)
         try:
             done = 0
             while done < len(into):
