@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from control_plane.bench.offload_options import EngineOptions, SimulationOptions, Sweep
+from control_plane.bench.offload_options import DiskOptions, EngineOptions, SimulationOptions, Sweep
 from control_plane.config import ALL_GROUPS, EngineConfig
 from control_plane.flags import configured
 
-_DEFAULTS, _ENGINE = SimulationOptions(), EngineOptions()
+_DEFAULTS, _ENGINE, _DISK = SimulationOptions(), EngineOptions(), DiskOptions(Path("."))
 
 
 def register(app: typer.Typer) -> None:
@@ -23,6 +23,7 @@ def register(app: typer.Typer) -> None:
     offload.callback()(alone)
     offload.command()(simulate)
     offload.command()(configured(ALL_GROUPS)(engine))
+    offload.command()(disk)
     app.add_typer(offload, name="offload")
 
 
@@ -58,6 +59,9 @@ def simulate(
     num_engines: Annotated[
         int, typer.Option(min=1, metavar="N", help="Engines that share the store; requests go to them at random.")
     ] = _DEFAULTS.num_engines,
+    timed: Annotated[
+        bool, typer.Option("--timed", help="Play a trace at a GPU's speed; by default its order alone counts.")
+    ] = False,
     sweep: Annotated[
         list[Sweep] | None, typer.Option(metavar="NAME", help=f"Also vary this: {', '.join(Sweep)}; may be repeated.")
     ] = None,
@@ -79,6 +83,7 @@ def simulate(
             ssd_tokens=ssd_tokens,
             ssd_after_hits=ssd_after_hits,
             num_engines=num_engines,
+            timed=timed,
             sweeps=tuple(sweep or ()),
             plot=plot,
         )
@@ -133,3 +138,17 @@ def engine(
         plot=plot,
     )
     run(engine, options)
+
+
+def disk(
+    ssd_dir: Annotated[Path, typer.Option(metavar="PATH", help="A folder on the disk; what is written there goes.")],
+    record_bytes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of a record: 64 tokens of LLaMA-3-8B by default.")
+    ] = _DISK.record_bytes,
+    total_bytes: Annotated[int, typer.Option(min=1, metavar="N", help="Of all records.")] = _DISK.total_bytes,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each way.")] = _DISK.repeats,
+) -> None:
+    """How fast the store's SSD tier reads, beside fio on the same files."""
+    from control_plane.bench.offload_disk import run
+
+    run(DiskOptions(ssd_dir, record_bytes, total_bytes, repeats))

@@ -29,6 +29,7 @@ COUNTERS = (
     "promotions_dropped",  # too many were waiting, or no room in the CPU tier
     "promotions_failed",  # the record was not there, or not whole
 )
+NUM_READERS = 4  # threads that read the SSD
 _MAX_WAITING_WRITES = 65536  # keys only: nothing is kept in memory for them
 _MAX_WAITING_READS = 16384  # each has its room in the CPU tier
 
@@ -47,7 +48,7 @@ class Tiers:
         ssd_after_hits: int,
         lock: threading.RLock,
         counters: Counters,
-        num_readers: int = 4,
+        num_readers: int = NUM_READERS,
     ) -> None:
         """ssd_after_hits: hits after which a record goes to SSD; 0: when it is put."""
         self.cpu = Residents(capacity_bytes, slab_bytes, self._evicted)

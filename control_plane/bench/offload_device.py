@@ -40,9 +40,9 @@ _EMPTY_STEP_S = 1e-3  # as executors do: a plan without rows waits so long for m
 class Timing:
     """How long things take, in seconds, in the manner of LLaMA-3-8B on one H200 (docs/results.md)."""
 
-    step_s: float = 2e-2  # of an iteration, whatever it holds: longer than there, as hits do not need so many
+    step_s: float = 4.4e-3  # of an iteration, whatever it holds
     token_s: float = 3e-5  # of each row
-    load_page_s: float = 1.9e-4  # of each page from the store: 8 MiB at 44 GB/s
+    load_page_s: float = 1.9e-4  # of each page from the store: 64 tokens, 8 MiB, at 44 GB/s
 
 
 class Punctual:

@@ -34,6 +34,7 @@ class SimulationOptions:
     ssd_tokens: int = 0
     ssd_after_hits: int = 0
     num_engines: int = 1
+    timed: bool = False  # play a trace at a GPU's speed; else its order alone counts
     sweeps: tuple[Sweep, ...] = ()
     plot: Path | None = None  # picture of the hit rate over the CPU budget
 
@@ -54,3 +55,13 @@ class EngineOptions:
     ssd_dir: Path | None = None
     ssd_bytes: int = 0
     plot: Path | None = None  # picture of times to the first token
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """What to read, and where."""
+
+    ssd_dir: Path  # a folder on the disk in question
+    record_bytes: int = 8 << 20  # of a payload: 64 tokens of LLaMA-3-8B in bfloat16
+    total_bytes: int = 2 << 30  # of all records
+    repeats: int = 5

@@ -35,10 +35,10 @@ def save_hit_rates(points: Sequence[Point], path: Path, title: str) -> None:
     axis.axhline(rows[0]["endless_pct"], color="#e15759", linewidth=1, label="a cache that never forgets")
     axis.set_ylim(0, 100)
     axis.set_xlim(budgets[0], budgets[-1])
-    axis.set_xlabel("CPU budget, thousand tokens")
+    axis.set_xlabel("tokens that the store's CPU tier holds, thousands")
     axis.set_ylabel("pages of prompts, %")
     axis.set_title(f"Pages that need not be computed: {title}", fontsize=10, loc="left")
-    axis.legend(frameon=False, fontsize=8, loc="lower right")
+    axis.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _save(figure, path)
 
 

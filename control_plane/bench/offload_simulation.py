@@ -63,7 +63,7 @@ class Outcome:
     gpu_hits: int = 0  # pages
     cpu_hits: int = 0
     ssd_hits: int = 0
-    ideal_gpu_hits: int = 0  # an LRU of the GPU's size
+    ideal_gpu_hits: int = 0  # LRUs of the engines' sizes, which see what the engines see
     ideal_hits: int = 0  # an LRU of the largest tier's size
     endless_hits: int = 0  # a cache that never forgets
     distinct_pages: int = 0
@@ -168,7 +168,7 @@ class Simulation:
 
     def _open_engine(self, number: int, max_model_len: int) -> FakeEngine:
         node, store = self._node, None
-        sizes = [size for size in (64, 256, 1024) if size < node.batch_tokens] + [node.batch_tokens]
+        sizes = [*(size for size in (64, 256, 1024) if size < node.batch_tokens), node.batch_tokens]
         capacity = capacity_of(node.gpu_pages, node.page_size, node.max_slots, max_model_len, sizes)
         policy = StoreConfig(policy=PrefetchPolicy.WAIT)
         config = SchedulerConfig(store=policy, max_waiting=1 << 20)
@@ -199,13 +199,10 @@ class Simulation:
         chain = list(_chain((*turn.prompt, *turn.output[:-1]), self._node.page_size))
         num_asked = (len(turn.prompt) - 1) // self._node.page_size
         self._open[request_id] = _Open(session, turn, engine, chain, num_asked)
-        self._use(engine, Use(chain[:num_asked]))
+        for uses in (self._uses, self._uses_of[engine]):
+            uses.append(Use(chain[:num_asked]))
         self._engines[engine].submit(request, turn.output, self._now)
         self._follow(engine, self._engines[engine].wake(self._now))
-
-    def _use(self, engine: int, use: Use) -> None:
-        self._uses.append(use)
-        self._uses_of[engine].append(use)
 
     def _take(self, batch: OutputBatch) -> None:
         if batch.stats is not None:
@@ -217,7 +214,9 @@ class Simulation:
     def _end(self, end: RequestEnd) -> None:
         assert end.finish_reason == "length", end.error
         ended = self._open.pop(end.request_id)
-        self._use(ended.engine, Use(ended.chain, is_question=False))
+        # An engine lets go of all pages now; the store has been given those that the answer filled.
+        self._uses_of[ended.engine].append(Use(ended.chain, is_question=False))
+        self._uses.append(Use(ended.chain[ended.num_asked :], is_question=False))
         outcome, page_size = self.outcome, self._node.page_size
         outcome.num_requests += 1
         outcome.num_prompt_tokens += len(ended.turn.prompt)
@@ -237,7 +236,9 @@ class Simulation:
         outcome, node = self.outcome, self._node
         outcome.simulated_s = self._now
         outcome.ideal_gpu_hits = sum(ideal_hits(uses, node.gpu_pages) for uses in self._uses_of)
-        outcome.ideal_hits = ideal_hits(self._uses, max(node.gpu_pages, node.cpu_pages, node.ssd_pages))
+        outcome.ideal_hits = outcome.ideal_gpu_hits
+        if max(node.cpu_pages, node.ssd_pages) > node.gpu_pages:
+            outcome.ideal_hits = ideal_hits(self._uses, max(node.cpu_pages, node.ssd_pages))
         outcome.endless_hits = ideal_hits(self._uses, None)
         outcome.distinct_pages = len({key for use in self._uses for key in use.keys})
         for engine in self._engines:

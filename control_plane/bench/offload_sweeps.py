@@ -49,6 +49,7 @@ class Point:
         got, asked = self.outcome, max(self.outcome.asked_pages, 1)
         per_page = self.page_tokens * KV_BYTES_PER_TOKEN / 1e6
         decodes = got.num_output_tokens - got.num_requests
+        scale = self.page_tokens // self.node.page_size  # tokens that one stands for
         return {
             "sweep": self.sweep,
             "point": self.label,
@@ -60,8 +61,8 @@ class Point:
             "ideal_lru_pct": _percent(got.ideal_hits, asked),
             "endless_pct": _percent(got.endless_hits, asked),
             "points_below_ideal": round(got.points_below_ideal(), 2),
-            "prefill_tokens": got.num_prompt_tokens,
-            "computed_tokens": got.num_computed_tokens,
+            "prefill_tokens": scale * got.num_prompt_tokens,
+            "computed_tokens": scale * got.num_computed_tokens,
             "saved_of_ideal_pct": _percent(got.saved_share, 1),
             "times_less_prefill": round(got.num_prompt_tokens / max(got.num_computed_tokens, 1), 2),
             "times_less_compute": round(
@@ -90,8 +91,11 @@ def node_of(options: SimulationOptions) -> Node:
         ssd_after_hits=options.ssd_after_hits,
         num_engines=options.num_engines,
     )
-    # Order alone counts for a trace: it is not a load that one engine could carry.
-    return replace(node, timing=Timing(1e-4, 0.0, 0.0)) if options.mooncake else node
+    if options.mooncake and not options.timed:
+        return replace(node, timing=Timing(1e-4, 0.0, 0.0))
+    scale = page // node.page_size  # tokens that one stands for
+    timing = Timing(node.timing.step_s, scale * node.timing.token_s, page / 64 * node.timing.load_page_s)
+    return replace(node, batch_tokens=node.batch_tokens // scale, timing=timing)
 
 
 def run(options: SimulationOptions) -> dict[str, Any]:
@@ -130,7 +134,7 @@ def _setting(options: SimulationOptions, node: Node) -> dict[str, Any]:
         "ssd_tokens": options.ssd_tokens,
         "ssd_after_hits": options.ssd_after_hits,
         "num_engines": options.num_engines,
-        "step_ms": 1e3 * node.timing.step_s,
+        "timed": options.timed or not options.mooncake,
         "python": platform.python_version(),
     }
 
