@@ -11,7 +11,6 @@ loaded instead of computed, and pages that become full are given to it.
 
 from __future__ import annotations
 
-import heapq
 import time
 from array import array
 from collections import deque
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from scheduler import batcher
 from scheduler.admission import Admission
+from scheduler.deadlines import Deadlines
 from scheduler.kv_transfer import KVTransfer
 from scheduler.latency_cap import LatencyCap
 from scheduler.memory_forecast import OutputLengths
@@ -40,27 +40,17 @@ from scheduler.plan import (
 from scheduler.plan_draft import PlanDraft
 from scheduler.planner import Planner
 from scheduler.ports import ExecutorError, PrefixStore
+from scheduler.refusal import refusal, token_limit
 from scheduler.request import FinishReason, NewRequest
 from scheduler.residence import Residence
 from scheduler.scheduler_config import SchedulerConfig
 from scheduler.slot_table import SlotState, has_result
 from scheduler.tracked_request import TrackedRequest
+from scheduler.unfinished_step import UnfinishedStep
 
 Int32 = NDArray[np.int32]
 
 __all__ = ["Scheduler", "SchedulerConfig"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Unfinished:
-    """What is kept of a plan until its result is there."""
-
-    plan: IterationPlan
-    draft: PlanDraft
-    batch_tokens: int
-    max_batch_tokens: int  # that it might have had
-    num_preemptions: int  # since the plan before
-    plan_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +62,6 @@ class _Tokens:
     num_output_tokens: Int32
 
 
-_MAX_TOKEN_ID = 2**31 - 1
 _NO_MOVES = MoveCounts()
 _NO_TOKENS = _Tokens((), np.empty(0, np.int32), np.empty(0, np.int32))
 
@@ -102,29 +91,27 @@ class Scheduler:
         admission = Admission(config, capacity, self._residence, self._lengths, self._transfer)
         self._planner = Planner(config, capacity, self._residence, admission, self._cap, self._transfer)
         self._requests: dict[str, TrackedRequest] = {}  # all that have not ended
-        self._deadlines: list[tuple[float, int, str]] = []  # heap of (deadline, arrival, id), also of ended ones
+        self._deadlines = Deadlines()
         self._num_arrivals = 0
         self._num_preemptions_told = 0
-        self._unfinished: deque[_Unfinished] = deque()  # in step order
+        self._unfinished: deque[UnfinishedStep] = deque()  # in step order
         self._ends: list[RequestEnd] = []  # not yet told
 
     # --- what comes in ---
 
     def add(self, request: NewRequest, now: float) -> None:
         """Queue a request. One that can never run ends as FAILED; nothing is raised."""
-        prompt_len = len(request.prompt_token_ids)
-        limit = min(prompt_len + request.sampling.max_tokens, self._capacity.max_model_len)
-        if error := self._refusal(request, prompt_len, limit):
+        if error := self._refusal(request):
             self._ends.append(RequestEnd(request.request_id, FinishReason.FAILED, 0, 0, 0.0, 0, error))
             return
+        limit = token_limit(request, self._capacity)
         tracked = TrackedRequest(request, self._num_arrivals, now, limit, array("i", request.prompt_token_ids))
         self._num_arrivals += 1
         self._requests[request.request_id] = tracked
         self._waiting.push(tracked)
         if self._transfer is not None:
             self._transfer.ask(tracked, now)
-        if request.timeout_s is not None:
-            heapq.heappush(self._deadlines, (now + request.timeout_s, tracked.arrival, request.request_id))
+        self._deadlines.add(tracked)
 
     def cancel(self, cancel: Cancel, now: float) -> None:
         """End a request; unknown and ended ids are ignored."""
@@ -136,32 +123,21 @@ class Scheduler:
         """Forget what pages hold, so that no later request hits them; how many were known."""
         return self._pool.flush()
 
-    def _refusal(self, request: NewRequest, prompt_len: int, limit: int) -> str:
-        """Why a request cannot be taken; empty if it can. The control plane's validation makes this rare."""
-        max_len, num_tokens = self._capacity.max_model_len, self._capacity.num_pages * self._page_size
+    def _refusal(self, request: NewRequest) -> str:
+        """Why a request cannot be taken; empty if it can."""
         if request.request_id in self._requests:
             return "a request with this id is running already"
         if len(self._waiting) >= self._config.max_waiting:
             return f"the queue is full: {self._config.max_waiting} requests are waiting"
-        if not prompt_len:
-            return "the prompt has no tokens"
-        if request.sampling.max_tokens < 1:
-            return f"max_tokens is {request.sampling.max_tokens}, it must be at least 1"
-        if prompt_len >= max_len:
-            return f"the prompt has {prompt_len} tokens, at most {max_len - 1} fit into the context"
-        ids = (*request.prompt_token_ids, *request.sampling.stop_token_ids)
-        if min(ids) < 0 or max(ids) > _MAX_TOKEN_ID:
-            return "a token id is out of range"
-        if limit - 1 > num_tokens:
-            return f"prompt and output need KV for {limit - 1} tokens, the cache holds {num_tokens}"
-        return ""
+        return refusal(request, self._capacity)
 
     # --- one iteration ---
 
     def plan(self, now: float) -> IterationPlan | None:
         """The next iteration, or None when there is nothing to compute or to move yet."""
         started = time.perf_counter()
-        self._expire(now)
+        for request in self._deadlines.take_due(self._requests, now):
+            self._end(request, FinishReason.EXPIRED, now)
         returned = self._residence.take_returned()
         if self._transfer is not None:
             self._transfer.update(returned, now)
@@ -174,7 +150,7 @@ class Scheduler:
         num_preemptions = self._residence.num_preemptions - self._num_preemptions_told
         self._num_preemptions_told += num_preemptions
         plan_s, most = time.perf_counter() - started, self._planner.max_tokens
-        self._unfinished.append(_Unfinished(plan, draft, bucket.batch_tokens, most, num_preemptions, plan_s))
+        self._unfinished.append(UnfinishedStep(plan, draft, bucket.batch_tokens, most, num_preemptions, plan_s))
         return plan
 
     def finish(self, plan: IterationPlan, result: StepResult, now: float, late: bool = False) -> OutputBatch:
@@ -197,7 +173,7 @@ class Scheduler:
         self._save_full_pages(plan)
         tokens = self._take_tokens(plan, result, now)
         self._residence.free_left()
-        return self._batch(tokens, _stats(unfinished, result, wasted, late, counts), starts)
+        return self._batch(tokens, unfinished.stats(result, wasted, late, counts), starts)
 
     def take_ends(self) -> OutputBatch | None:
         """Ends that no iteration has told yet (refused, cancelled, expired), or None."""
@@ -242,7 +218,7 @@ class Scheduler:
             raise ExecutorError("the result of a move came, and there is no KV store")
         return _NO_MOVES
 
-    def _learn_time(self, unfinished: _Unfinished, result: StepResult) -> None:
+    def _learn_time(self, unfinished: UnfinishedStep, result: StepResult) -> None:
         """How long the step took: between two tokens, where latency has a target; for a prompt, where it could load."""
         if self._transfer is not None:
             num_tokens = unfinished.draft.num_tokens
@@ -309,17 +285,6 @@ class Scheduler:
 
     # --- ends ---
 
-    def _expire(self, now: float) -> None:
-        if len(self._deadlines) > 2 * len(self._requests) + 1000:  # mostly of requests that have ended
-            live = {(request.arrival, request_id) for request_id, request in self._requests.items()}
-            self._deadlines = [entry for entry in self._deadlines if entry[1:] in live]
-            heapq.heapify(self._deadlines)
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, arrival, request_id = heapq.heappop(self._deadlines)
-            request = self._requests.get(request_id)
-            if request is not None and request.arrival == arrival:
-                self._end(request, FinishReason.EXPIRED, now)
-
     def _end(self, request: TrackedRequest, reason: FinishReason, now: float, error: str = "") -> None:
         """A request's one and only end, wherever it is."""
         table, slot = self._slots, request.slot
@@ -358,26 +323,3 @@ class Scheduler:
         assert len(with_slot) == np.count_nonzero(has_result(self._slots.state)), "a slot outlives its request"
         steps = [unfinished.plan.step for unfinished in self._unfinished]
         assert steps == list(range(self._residence.num_finished, self._residence.num_planned)), "a step is lost"
-
-
-def _stats(unfinished: _Unfinished, result: StepResult, num_wasted: int, late: bool, moves: MoveCounts) -> StepStats:
-    plan, draft = unfinished.plan, unfinished.draft
-    return StepStats(
-        step=plan.step,
-        num_tokens=plan.num_tokens,
-        batch_tokens=unfinished.batch_tokens,
-        max_batch_tokens=unfinished.max_batch_tokens,
-        num_decodes=plan.num_decodes,
-        num_prompt_tokens=plan.num_tokens - plan.num_decodes,
-        num_wasted_tokens=num_wasted,
-        num_preemptions=unfinished.num_preemptions,
-        prefix_queries=draft.prefix_queries,
-        prefix_hits=draft.prefix_hits,
-        late=late,
-        plan_s=unfinished.plan_s,
-        idle_s=result.idle_s,
-        run_s=result.run_s,
-        cpu_hits=draft.cpu_hits,
-        ssd_hits=draft.ssd_hits,
-        moves=moves,
-    )
