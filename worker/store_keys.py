@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from autosearch.specs import ModelSpec
@@ -21,7 +22,7 @@ LAYOUT = 1  # of a page's bytes (worker.store_pages): another layout is another 
 _SAMPLE_BYTES = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PageIdentity:
     """Everything that a page's bytes depend on beside the tokens before and in it."""
 
@@ -35,7 +36,7 @@ class PageIdentity:
         """Of a page with this digest of the scheduler's chain."""
         return checked_key(self.prefix + digest)
 
-    @property
+    @cached_property
     def prefix(self) -> bytes:
         """16 bytes that stand for all of it."""
         shape = self.shape
