@@ -31,7 +31,7 @@ from control_plane.options import ConfigError
 KV_BYTES_PER_TOKEN = 131_072  # of LLaMA-3-8B in bfloat16: 32 layers, K and V, 8 heads of 128
 _LONGEST_TRACE = 1 << 14  # tokens that stand for a trace's longest prompt
 _BUDGETS = (0, *(1 << power for power in range(16, 21)))  # tokens
-_BLOCK_BUDGETS = (0, *(million * 1_024_000 for million in (1, 2, 5, 10, 20, 50)))  # tokens: 2,000 blocks a million
+_TRACE_BUDGETS = (0, *(1_000_000 * millions for millions in (1, 3, 10, 25, 50)))  # tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ def node_of(options: SimulationOptions) -> Node:
 
 
 def run(options: SimulationOptions) -> dict[str, Any]:
-    """Play, print tables and, last, one JSON line, which is returned. Raises ConfigError and PlotError."""
+    """Play, print tables and, last, one JSON line, which is returned. Raises ConfigError."""
     node = node_of(options)
     sweeps = options.sweeps
     if options.plot is not None:
@@ -162,11 +162,7 @@ def _plays(options: SimulationOptions, node: Node, sweeps: Sequence[Sweep]) -> I
 
 
 def _budgets(sweep: Sweep, node: Node, page: int, play: Callable[..., Point]) -> Iterator[Point]:
-    sizes = (
-        [0, *(1 << power for power in range(16, 21))]
-        if page != BLOCK_TOKENS
-        else [0, *(10**6 * n for n in (1, 3, 10, 25, 50))]
-    )
+    sizes = _TRACE_BUDGETS if page == BLOCK_TOKENS else _BUDGETS
     for tokens in sizes:
         pages = tokens // page
         if sweep is Sweep.CPU:
