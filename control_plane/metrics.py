@@ -203,6 +203,7 @@ def _set_load(metrics: InstanceMetrics, load: LoadReport) -> None:
     metrics.set("kv_pages_cached", load.cached_pages)
     metrics.set("kv_pages_free", load.free_pages)
     metrics.set("kv_pages", load.total_pages)
+    metrics.set("kv_store_breaker_open", int(load.store_is_off))
 
 
 def _count_step(metrics: InstanceMetrics, stats: StepStats) -> None:
@@ -220,6 +221,7 @@ def _count_step(metrics: InstanceMetrics, stats: StepStats) -> None:
     metrics.inc("prefix_cache_hits", stats.prefix_hits)
     metrics.inc("kv_store_cpu_hits", stats.cpu_hits)
     metrics.inc("kv_store_ssd_hits", stats.ssd_hits)
+    metrics.inc("kv_store_faults", stats.moves.num_faults)
     metrics.inc("kv_store_pages_loaded", stats.moves.num_loaded)
     metrics.inc("kv_store_pages_load_failed", stats.moves.num_load_failed)
     metrics.inc("kv_store_pages_skipped", stats.moves.num_skipped)

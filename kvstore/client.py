@@ -92,6 +92,16 @@ class KVClient:
         attached = self._attach()
         return None if attached is None else attached.mapping.view
 
+    @property
+    def num_faults(self) -> int:
+        """Calls so far that were not answered in time, or wrongly."""
+        return sum(self.counters[name] for name in ("timeouts", "unavailable", "errors", "garbage"))
+
+    @property
+    def is_off(self) -> bool:
+        """Whether calls are refused for a while, after faults in a row."""
+        return self.breaker.is_open
+
     def lookup(self, keys: Sequence[KVKey]) -> list[Tier]:
         """Tiers of the leading keys that are there."""
         keys = keys[:MAX_KEYS_PER_CALL]

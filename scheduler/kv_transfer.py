@@ -40,6 +40,7 @@ class KVTransfer:
 
     def __init__(self, config: StoreConfig, store: PrefixStore, capacity: EngineCapacity, residence: Residence) -> None:
         self._config = config
+        self._store = store
         self._page_size = capacity.page_size
         self._residence = residence
         self.costs = MoveCosts(capacity.page_size)
@@ -60,6 +61,11 @@ class KVTransfer:
     def num_moving(self) -> int:
         """Moves on the way."""
         return len(self._moves)
+
+    @property
+    def is_off(self) -> bool:
+        """Whether the store is not asked for a while, after faults."""
+        return self._store.is_off
 
     @property
     def is_asking(self) -> bool:
@@ -172,6 +178,7 @@ class KVTransfer:
             num_dropped=self.saves.num_dropped,
             num_skipped=self._num_skipped,
             num_requests_moved=self.saves.num_moved,
+            num_faults=self._store.num_faults,
         )
         return MoveCounts(
             num_loaded=num_done[MoveKind.LOAD],
@@ -181,6 +188,7 @@ class KVTransfer:
             num_dropped=self._told.num_dropped - told.num_dropped,
             num_skipped=self._told.num_skipped - told.num_skipped,
             num_requests_moved=self._told.num_requests_moved - told.num_requests_moved,
+            num_faults=self._told.num_faults - told.num_faults,
         )
 
     def _end_load(self, move: KVMove, result: KVMoveResult) -> None:

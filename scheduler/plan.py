@@ -189,6 +189,7 @@ class MoveCounts:
     num_dropped: int = 0  # never given to the store: too many at once, or their page was needed before their turn
     num_skipped: int = 0  # in the store, and computed all the same: to load them costs more
     num_requests_moved: int = 0  # preempted requests whose pages the store keeps until they come back
+    num_faults: int = 0  # calls of the scheduler's own that the store did not answer, or wrongly
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,7 @@ class LoadReport:
     cached_pages: int  # only kept for later prefix hits
     free_pages: int
     total_pages: int
+    store_is_off: bool = False  # the KV store is not asked for a while, after faults in a row
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,14 @@ class PrefixStore(Protocol):
     The pages themselves are moved by the executor, as plans say.
     """
 
+    @property
+    def num_faults(self) -> int:
+        """Calls so far that the store did not answer in time, or wrongly."""
+
+    @property
+    def is_off(self) -> bool:
+        """Whether it is not asked for a while, after faults in a row."""
+
     def ask(self, ticket: int, digests: Sequence[bytes]) -> None:
         """Which leading pages of this chain does the store hold, on every rank?
 

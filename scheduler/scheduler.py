@@ -206,6 +206,7 @@ class Scheduler:
             cached_pages=pool.num_cached,
             free_pages=pool.num_free,
             total_pages=pool.num_pages,
+            store_is_off=self._transfer is not None and self._transfer.is_off,
         )
 
     # --- taking in a result ---

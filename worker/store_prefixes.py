@@ -23,6 +23,12 @@ log = logging.getLogger(__name__)
 class Store(Protocol):
     """What is needed of kvstore.client.KVClient."""
 
+    @property
+    def num_faults(self) -> int: ...
+
+    @property
+    def is_off(self) -> bool: ...
+
     def lookup(self, keys: Sequence[KVKey]) -> list[Tier]: ...
 
     def prefetch(self, keys: Sequence[KVKey]) -> int: ...
@@ -42,6 +48,16 @@ class StorePrefixes:
         self._answers: list[PrefixAnswer] = []
         self._leases: dict[int, list[ReadLease]] = {}  # tickets that are held
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-lookups")
+
+    @property
+    def num_faults(self) -> int:
+        """Of the calls so far."""
+        return self._store.num_faults
+
+    @property
+    def is_off(self) -> bool:
+        """Whether calls are refused for a while."""
+        return self._store.is_off
 
     def ask(self, ticket: int, digests: Sequence[bytes]) -> None:
         """As in PrefixStore; what is in memory is kept until release(), or as long as a lease lasts."""

@@ -52,6 +52,16 @@ class Punctual:
         self._inner = inner
         self._answers: list[PrefixAnswer] = []
 
+    @property
+    def num_faults(self) -> int:
+        """As in PrefixStore."""
+        return self._inner.num_faults
+
+    @property
+    def is_off(self) -> bool:
+        """As in PrefixStore."""
+        return self._inner.is_off
+
     def ask(self, ticket: int, digests: Sequence[bytes]) -> None:
         """Ask, and wait for the answer. Raises TimeoutError if it does not come."""
         self._inner.ask(ticket, digests)

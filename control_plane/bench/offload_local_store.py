@@ -26,6 +26,16 @@ class LocalStore:
         self.service, self._clock = service, clock
         self.payload_bytes = _PAYLOAD_BYTES if service.config.ssd_dir is None else _SSD_PAYLOAD_BYTES
 
+    @property
+    def num_faults(self) -> int:
+        """None: it is in this process."""
+        return 0
+
+    @property
+    def is_off(self) -> bool:
+        """Never."""
+        return False
+
     def lookup(self, keys: Sequence[KVKey]) -> list[Tier]:
         """As KVClient.lookup."""
         return self.service.lookup(keys)

@@ -24,6 +24,8 @@ class FakeStore:
     on_ssd: set[bytes] = field(default_factory=set)
     answer_delay: int | None = 0  # calls of take_answers() before an answer comes; None: it never does
     num_lies: int = 0  # pages that an answer promises beyond those that are there
+    num_faults: int = 0
+    is_off: bool = False
     asked: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # by ticket, all that ever were
     released: set[int] = field(default_factory=set)
     _open: dict[int, int] = field(default_factory=dict)  # ticket: calls so far

@@ -571,6 +571,17 @@ def test_steps_that_only_move_pages_teach_the_latency_cap_nothing() -> None:
     assert len(learned) == sum(len(plan.slots) > 0 for plan in driver.plans) < len(driver.plans)
 
 
+def test_faults_and_a_store_that_is_off_are_told() -> None:
+    driver = make_driver()
+    run_one(driver, "a", make_prompt(17))
+    assert driver.count_moves().num_faults == 0
+    assert not driver.scheduler.load().store_is_off
+    store_of(driver).num_faults, store_of(driver).is_off = 3, True
+    run_one(driver, "b", make_prompt(17))
+    assert driver.count_moves().num_faults == 3
+    assert driver.scheduler.load().store_is_off
+
+
 # --- borders ---
 
 
