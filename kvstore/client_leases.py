@@ -80,38 +80,45 @@ class ReadLease(_Lease):
     def copy(self, number: int, into: memoryview) -> bool:
         """Copy a record's payload out and verify the copy; False if it is not the record, or not of that size."""
         block = self.blocks[number]
-        slot = self._arrival.slot(block.offset, block.payload_bytes)
-        header = read_header(slot)
-        if (
-            header is not None
-            and header.key == block.key
-            and header.payload_bytes == block.payload_bytes == into.nbytes
-        ):
-            into[:] = payload_of(slot, block.payload_bytes)
-            if xxh3_64_intdigest(into) == header.checksum:
-                return True
-        self._on_corrupt(block.key, self.is_over)
-        return False
+        if block.payload_bytes != into.nbytes:
+            self.reject(number)
+            return False
+        checksum = self.checksum(number)
+        if checksum is None:
+            return False
+        into[:] = self.view(number)
+        return self._is(number, xxh3_64_intdigest(into), checksum)
 
     def view(self, number: int) -> memoryview:
-        """A record's payload in the arena, for copy engines. To be trusted only if `is_whole` said so before, and
-        `is_over` is still False after the copy."""
+        """A record's payload in the arena, for copy engines. The copy is to be trusted only if it has `checksum`."""
         block = self.blocks[number]
         return payload_of(self._arrival.slot(block.offset, block.payload_bytes), block.payload_bytes)
 
-    def is_whole(self, number: int) -> bool:
-        """Whether a record in the arena is the one asked for, unharmed."""
+    def checksum(self, number: int) -> int | None:
+        """What the payload's checksum must be (XXH3, 64 bits); None, and reported, if this is not the record asked for.
+
+        Whatever lies there later: a copy that has this checksum is the payload that belongs to the key.
+        """
         block = self.blocks[number]
         header = read_header(self._arrival.slot(block.offset, block.payload_bytes))
-        whole = (
-            header is not None
-            and header.key == block.key
-            and header.payload_bytes == block.payload_bytes
-            and xxh3_64_intdigest(self.view(number)) == header.checksum
-        )
-        if not whole:
-            self._on_corrupt(block.key, self.is_over)
-        return whole
+        if header is not None and header.key == block.key and header.payload_bytes == block.payload_bytes:
+            return header.checksum
+        self.reject(number)
+        return None
+
+    def reject(self, number: int) -> None:
+        """Report a record whose copy is not whole."""
+        self._on_corrupt(self.blocks[number].key, self.is_over)
+
+    def is_whole(self, number: int) -> bool:
+        """Whether a record in the arena is the one asked for, unharmed."""
+        checksum = self.checksum(number)
+        return checksum is not None and self._is(number, xxh3_64_intdigest(self.view(number)), checksum)
+
+    def _is(self, number: int, found: int, checksum: int) -> bool:
+        if found != checksum:
+            self.reject(number)
+        return found == checksum
 
 
 class WriteLease(_Lease):
@@ -152,11 +159,14 @@ class WriteLease(_Lease):
             return None
         return payload_of(self._slot(number), self._payload_bytes)
 
-    def seal(self, number: int) -> bool:
-        """Put the header over the payload, which is complete; False if the lease is over."""
+    def seal(self, number: int, checksum: int | None = None) -> bool:
+        """Put the header over the payload, which is complete; False if the lease is over.
+
+        checksum: the payload's (XXH3, 64 bits), where it is known already.
+        """
         if self.is_over:
             return False
-        seal(self._slot(number), self._keys[number], self._payload_bytes)
+        seal(self._slot(number), self._keys[number], self._payload_bytes, checksum)
         return True
 
     def commit(self) -> int:

@@ -43,9 +43,11 @@ def payload_of(slot: memoryview, payload_bytes: int) -> memoryview:
     return slot[HEADER_BYTES : HEADER_BYTES + payload_bytes]
 
 
-def seal(slot: memoryview, key: bytes, payload_bytes: int) -> None:
-    """Write the header over a payload that lies in the slot already."""
-    write_header(slot, Header(key, payload_bytes, xxh3_64_intdigest(payload_of(slot, payload_bytes))))
+def seal(slot: memoryview, key: bytes, payload_bytes: int, checksum: int | None = None) -> None:
+    """Write the header over a payload that lies in the slot already; its checksum, if not given, is computed."""
+    if checksum is None:
+        checksum = xxh3_64_intdigest(payload_of(slot, payload_bytes))
+    write_header(slot, Header(key, payload_bytes, checksum))
 
 
 def write_header(slot: memoryview, header: Header) -> None:

@@ -1,4 +1,4 @@
-"""What the copiers of one GPU share: its copy engines, host memory registered for them, threads for checksums.
+"""What the copiers of one GPU share: its copy engines, host memory registered for them.
 
 By CuPy, which lets other Python threads run meanwhile. Knows nothing of pages.
 """
@@ -6,10 +6,8 @@ By CuPy, which lets other Python threads run meanwhile. Knows nothing of pages.
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -18,7 +16,6 @@ from worker.dma_memory import DmaMemory
 
 log = logging.getLogger(__name__)
 
-_MAX_CHECK_THREADS = 8  # enough to keep up with a link, few beside the engine's own
 _PORTABLE = 1  # cudaHostRegisterPortable
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2  # cudaMemcpyKind
 
@@ -36,12 +33,10 @@ class CudaDma:
             lambda address, num_bytes: self._runtime.hostRegister(address, num_bytes, _PORTABLE),
             lambda address: self._runtime.hostUnregister(address),
         )
-        num_checks = max(1, min(_MAX_CHECK_THREADS, len(os.sched_getaffinity(0)) // 2))
-        self.checks = ThreadPoolExecutor(num_checks, "kv-checks", initializer=self._bind_thread)
 
     def prepare_thread(self) -> None:
         """For a thread that will copy: beside the GPU, and with the GPU as its current device."""
-        self._bind_thread()
+        numa.bind_thread(self._pci_id)
         torch.cuda.set_device(self._device)
 
     def register_ahead(self, arena: memoryview) -> None:
@@ -72,9 +67,5 @@ class CudaDma:
         self._runtime.memcpyAsync(target, source, num_bytes, _DEVICE_TO_HOST, stream.cuda_stream)
 
     def close(self) -> None:
-        """End the threads and unregister everything. Nothing is under way."""
-        self.checks.shutdown(wait=True)
+        """Unregister everything. Nothing is under way."""
         self.memory.close()
-
-    def _bind_thread(self) -> None:
-        numa.bind_thread(self._pci_id)

@@ -1,10 +1,12 @@
 """Copies KV pages between a GPU's cache and the store: a kernel and one large transfer for each staging slot.
 
-A load: copy engine from the store's registered memory to a slot; meanwhile the records are verified on the host; if
-they are whole and the lease lasts, a kernel scatters them. A save: a kernel gathers to a slot, the copy engine takes
-it away, the host computes checksums. Kernels and transfers have a stream each, of their own, so that transfers of
-one slot overlap with kernels of another; events order what touches the same slot. A slot's records lie as far apart
-as the store's, so that blocks side by side go in one transfer, what lies between them included.
+A load: copy engine from the store's registered memory to a slot; a kernel computes the checksums of what has come; if
+they are those of the records' headers, another kernel scatters it. A save: a kernel gathers to a slot, the copy engine
+takes it away, while a kernel computes the checksums that go into the headers. So the host reads no payload, which it
+could not do at a link's rate, and what the transfer itself did wrong is noticed. Transfers, checksums and moves have a
+stream each, of their own, so that a slot's transfer overlaps with the kernels of others; events order what touches the
+same slot. A slot's records lie as far apart as the store's, so that blocks side by side go in one transfer, what lies
+between them included.
 
 Only the mover's thread waits, and only for its own events. Graphs are captured before the first move. Knows nothing
 of moves or iterations.
@@ -13,8 +15,7 @@ of moves or iterations.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,9 +59,6 @@ class Dma(Protocol):
     @property
     def memory(self) -> DmaMemory: ...
 
-    @property
-    def checks(self) -> Executor: ...
-
     def stream(self) -> Stream: ...
 
     def event(self) -> Event: ...
@@ -81,17 +79,21 @@ class Kernels(Protocol):
 
     def scatter(self, pages: torch.Tensor, records: torch.Tensor, stream: Any) -> None: ...
 
+    def checksum(self, records: torch.Tensor, num_bytes: int, checksums: torch.Tensor, stream: Any) -> None: ...
+
 
 @dataclass(slots=True)
 class _Slot:
     records: torch.Tensor  # uint8 [pages, bytes from record to record], on the device
     pages: torch.Tensor  # int32 [pages], pinned: the kernel reads it there
     copied: Event  # the transfer has ended; the host waits for it
-    moved: Event  # the kernel has ended
+    moved: Event  # gather or scatter has ended
+    checksums: torch.Tensor  # int64 [pages], pinned: the kernel writes it there, the host reads it
+    checked: Event  # they are there; the host waits for it
     bounce: torch.Tensor | None = None  # pinned, like records: where the store's memory is not registered
-    checks: list[Future[bool]] = field(default_factory=list)
     lease: ReadLease | WriteLease | None = None
     numbers: Sequence[int] = ()
+    expected: Sequence[int] = ()  # checksums by the headers, of the leading numbers that have right ones
     bounced: Sequence[int] = ()  # of numbers, those whose bytes wait in `bounce`
 
 
@@ -104,19 +106,15 @@ class CudaPageCopier:
         self.num_slots, self.slot_pages, self._stride = staging.shape
         assert self._stride == slot_bytes_for(self.page_bytes), "staging for pages of another size"
         self._kernels, self._dma = kernels, dma
-        self._moves, self._copies = dma.stream(), dma.stream()
-        self._slots = [
-            _Slot(records, dma.pinned([self.slot_pages], torch.int32), dma.event(), dma.event()) for records in staging
-        ]
+        self._moves, self._copies, self._checks = (dma.stream() for _ in range(3))
+        self._slots = [self._slot(records) for records in staging]
         self._region: DmaRegion | None = None
 
     def fetch(self, slot: int, lease: ReadLease, numbers: Sequence[int]) -> None:
         """As in PageCopier. Records that are not of a page's size are as good as not there."""
         part = self._slots[slot]
-        sizes = [lease.blocks[number].payload_bytes for number in numbers]
-        num_right = next((place for place, size in enumerate(sizes) if size != self.page_bytes), len(sizes))
-        part.lease, part.numbers = lease, numbers[:num_right]
-        part.checks = [self._dma.checks.submit(lease.is_whole, number) for number in part.numbers]
+        part.lease, part.expected = lease, self._expected(lease, numbers)
+        part.numbers = numbers[: len(part.expected)]
         views = [lease.view(number) for number in part.numbers]
         self._copies.wait_event(part.moved)
         for run, addresses in self._transfers(lease, views):
@@ -128,23 +126,24 @@ class CudaPageCopier:
                 self._dma.copy_in(target, address, num_bytes, self._copies)
                 target += num_bytes
         part.copied.record(self._copies)
+        self._checksum(part, part.copied)
 
     def num_whole(self, slot: int) -> int:
-        """As in PageCopier."""
-        part = self._slots[slot]
-        part.copied.synchronize()
-        num_whole = 0
-        for check in part.checks:
-            if not check.result():
-                break
-            num_whole += 1
-        # Asked last: until now the store has given the bytes to nobody else, so what was copied is what was verified.
-        return 0 if part.lease is None or part.lease.is_over else num_whole
+        """As in PageCopier. What was copied is judged, so that it does not matter whether the lease is over."""
+        part, lease = self._slots[slot], self._slots[slot].lease
+        assert isinstance(lease, ReadLease), "fetch() comes first"
+        part.checked.synchronize()
+        found = self._checksums_of(part)
+        wrong = next((place for place, expected in enumerate(part.expected) if found[place] != expected), None)
+        if wrong is None:
+            return len(part.expected)
+        lease.reject(part.numbers[wrong])
+        return wrong
 
     def scatter(self, slot: int, pages: Sequence[int]) -> None:
         """As in PageCopier."""
         part = self._slots[slot]
-        self._moves.wait_event(part.copied)
+        self._moves.wait_event(part.checked)
         self._kernels.scatter(self._page_numbers(part, pages), part.records, self._moves)
         part.moved.record(self._moves)
 
@@ -158,6 +157,7 @@ class CudaPageCopier:
         self._moves.wait_event(part.copied)
         self._kernels.gather(self._page_numbers(part, pages), part.records, self._moves)
         part.moved.record(self._moves)
+        self._checksum(part, part.moved)
         self._copies.wait_event(part.moved)
         for run, addresses in self._transfers(lease, views):
             if addresses is None:
@@ -180,17 +180,16 @@ class CudaPageCopier:
                 return False
             assert part.bounce is not None
             np.copyto(np.frombuffer(room, np.uint8), part.bounce[place, : self.page_bytes].numpy())
-        part.checks = [self._dma.checks.submit(lease.seal, number) for number in part.numbers]
-        return all(check.result() for check in part.checks)
+        part.checked.synchronize()
+        return all(map(lease.seal, part.numbers, self._checksums_of(part)))
 
     def settle(self) -> None:
         """As in PageCopier."""
         try:
-            self._copies.synchronize()
-            self._moves.synchronize()
+            for stream in (self._copies, self._checks, self._moves):
+                stream.synchronize()
             for part in self._slots:
-                wait(part.checks)
-                part.checks, part.lease = [], None
+                part.lease = None
         finally:
             if self._region is not None:
                 self._dma.memory.give_back(self._region)
@@ -199,6 +198,33 @@ class CudaPageCopier:
     def close(self) -> None:
         """As in PageCopier."""
         self._dma.close()
+
+    def _slot(self, records: torch.Tensor) -> _Slot:
+        pinned, event = self._dma.pinned, self._dma.event
+        size = [self.slot_pages]
+        return _Slot(records, pinned(size, torch.int32), event(), event(), pinned(size, torch.int64), event())
+
+    def _expected(self, lease: ReadLease, numbers: Sequence[int]) -> list[int]:
+        """Checksums that the headers give, up to the first record that is not the one asked for or not a page."""
+        expected = []
+        for number in numbers:
+            is_page = lease.blocks[number].payload_bytes == self.page_bytes
+            checksum = lease.checksum(number) if is_page else None
+            if checksum is None:
+                break
+            expected.append(checksum)
+        return expected
+
+    def _checksum(self, part: _Slot, ready: Event) -> None:
+        """Begin to compute the checksums of what lies in the slot once `ready` has passed."""
+        self._checks.wait_event(ready)
+        self._kernels.checksum(part.records[: len(part.numbers)], self.page_bytes, part.checksums, self._checks)
+        part.checked.record(self._checks)
+
+    def _checksums_of(self, part: _Slot) -> list[int]:
+        """Those that have been computed."""
+        checksums: list[int] = part.checksums.numpy().view(np.uint64)[: len(part.numbers)].tolist()
+        return checksums
 
     def _transfers(
         self, lease: ReadLease | WriteLease, views: Sequence[memoryview]

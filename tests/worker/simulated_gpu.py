@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from xxhash import xxh3_64_intdigest
 
 from worker.dma_memory import DmaMemory
 from worker.kernels import page_copy
@@ -54,7 +55,6 @@ class SimulatedGpu:
         self._pinned: list[torch.Tensor] = []
         self.registered: dict[int, int] = {}
         self.memory = DmaMemory(self._register, self.registered.pop)
-        self.checks = ThreadPoolExecutor(2)
         self.num_copies = 0
 
     def stream(self) -> SimulatedStream:
@@ -82,6 +82,13 @@ class SimulatedGpu:
     def scatter(self, pages, records, stream) -> None:
         self.queue(stream, lambda: page_copy.scatter(self.layers, pages.tolist(), records))
 
+    def checksum(self, records, num_bytes, checksums, stream) -> None:
+        def run() -> None:
+            for place, record in enumerate(records.numpy()):
+                checksums.numpy().view(np.uint64)[place] = xxh3_64_intdigest(record[:num_bytes])
+
+        self.queue(stream, run)
+
     def queue(self, stream: SimulatedStream, operation) -> None:
         stream.waiting.append(operation)
         while self._random.random() < 0.3 and self._run_one():
@@ -92,7 +99,6 @@ class SimulatedGpu:
             assert self._run_one(), "everything waits for everything"
 
     def close(self) -> None:
-        self.checks.shutdown()
         self.memory.close()
         assert not self.registered, "memory stays registered"
         assert not any(stream.waiting for stream in self._streams), "something is still under way"

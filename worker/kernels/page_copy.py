@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from worker.kernels.record_checksum import RecordChecksum
+
 MAX_PAGES = 512  # that one launch moves at most: their numbers are kept in shared memory
 NUM_BLOCKS = 16  # several times a link's rate, with an eighth of the GPU
 
@@ -68,7 +70,7 @@ scatter(const unsigned long long* layers, const int* pages, char* records, long 
 
 
 class PageCopyKernels:
-    """Both kernels for one cache. Launches are queued on the stream that is given, and nothing is waited for."""
+    """The kernels for one cache. Launches are queued on the stream that is given, and nothing is waited for."""
 
     def __init__(self, layers: Sequence[torch.Tensor]) -> None:
         """layers: [K and V, pages, heads, page size, head dim] each, contiguous. Raises ImportError without CuPy."""
@@ -83,6 +85,7 @@ class PageCopyKernels:
         self._layers = torch.tensor([layer.data_ptr() for layer in layers], dtype=torch.int64, device=first.device)
         numbers = {"THREADS": _THREADS, "UNROLL": _UNROLL, "MAX_PAGES": MAX_PAGES, "WORD": _WORDS[word_bytes]}
         options = ("-std=c++17", *(f"-D{name}={value}" for name, value in numbers.items()))
+        self.checksum = RecordChecksum(first.device)
         self._gather, self._scatter = (cupy.RawKernel(_SOURCE, name, options) for name in ("gather", "scatter"))
         with cupy.cuda.Device(self._device):
             self._gather.compile()
