@@ -17,7 +17,7 @@ from worker.kv_cache import KVCache
 
 
 class PageCopier(Protocol):
-    """Copies pages through staging slots. Used by one thread, and for one lease at a time.
+    """Copies pages through staging slots. Used by one thread; between two settle(), for leases on one arena.
 
     A load is fetch, num_whole, scatter; a save is send, seal. Up to num_slots of either may be under way, each in a
     slot of its own. settle() ends them all.
@@ -51,7 +51,7 @@ class PageCopier(Protocol):
         """Wait for what was sent and make whole records of it; False if the lease is over."""
 
     def settle(self) -> None:
-        """Wait for all that has begun: from now on nothing touches the lease's memory, and pages can be read."""
+        """Wait for all that has begun: from now on nothing touches the leases' memory, and pages can be read."""
 
     def close(self) -> None:
         """Give back what was taken. Nothing is under way."""

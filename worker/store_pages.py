@@ -13,8 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -28,6 +30,7 @@ from worker.store_keys import PageIdentity
 log = logging.getLogger(__name__)
 
 SSD_WAIT_S = 1.0  # that a load may wait for the store's SSD
+LEASE_PAGES = 32  # that a load asks for at once, or as many as all slots hold: the next while these are copied
 
 
 class Store(Protocol):
@@ -80,55 +83,83 @@ class PageMover:
         self._store.close()
 
     def _run(self, move: KVMove) -> None:
+        leases: list[ReadLease | WriteLease] = []
+        carry_out = self._load if move.kind == MoveKind.LOAD else self._save
         num_pages, began_s = 0, time.monotonic()
         try:
             with torch.inference_mode():
-                num_pages = self._load(move) if move.kind == MoveKind.LOAD else self._save(move)
+                num_pages = carry_out(move, leases)
         except Exception:
             log.exception("move %d failed", move.number)
         with self._news:
             self._ended.append(KVMoveResult(move.number, num_pages, time.monotonic() - began_s))
             self._news.notify()
+        for lease in leases:  # only now: a request may wait for the result
+            lease.release()
 
-    def _load(self, move: KVMove) -> int:
-        lease = self._store.acquire([self._identity.key(digest) for digest in move.digests], SSD_WAIT_S)
-        if lease is None:
-            return 0
-        with lease:
-            try:
-                return self._fetch(lease, move.page_ids[: len(lease.blocks)])
-            finally:
-                self._loads.settle()
+    def _load(self, move: KVMove, leases: list[ReadLease | WriteLease]) -> int:
+        """How many leading pages now hold the records. Leases are added to `leases`."""
+        try:
+            return self._fetch(self._records(move, leases))
+        finally:
+            self._loads.settle()
 
-    def _fetch(self, lease: ReadLease, pages: Sequence[int]) -> int:
-        """How many leading pages now hold the lease's records."""
-        copier, num_slots = self._loads, self._loads.num_slots
-        parts = _parts(len(pages), copier.slot_pages)
-        for slot, part in enumerate(parts[:num_slots]):
-            copier.fetch(slot, lease, part)
-        for turn, part in enumerate(parts):
-            slot = turn % num_slots
+    def _fetch(self, records: Iterator[tuple[ReadLease, range, Sequence[int]]]) -> int:
+        copier, num_loaded = self._loads, 0
+        under_way: deque[tuple[int, Sequence[int]]] = deque()  # slots, with the pages that what is in them is for
+
+        def finish_first() -> bool:
+            nonlocal num_loaded
+            slot, pages = under_way.popleft()
             # By way of the slot, verified there: a page never holds what may be wrong.
             num_whole = copier.num_whole(slot)
-            copier.scatter(slot, pages[part.start : part.start + num_whole])
-            if num_whole < len(part):
-                return part.start + num_whole
-            if turn + num_slots < len(parts):
-                copier.fetch(slot, lease, parts[turn + num_slots])
-        return len(pages)
+            copier.scatter(slot, pages[:num_whole])
+            num_loaded += num_whole
+            return num_whole == len(pages)
 
-    def _save(self, move: KVMove) -> int:
+        for slot, (lease, numbers, pages) in zip(cycle(range(copier.num_slots)), records):
+            if len(under_way) == copier.num_slots and not finish_first():
+                return num_loaded
+            copier.fetch(slot, lease, numbers)
+            under_way.append((slot, pages))
+        while under_way and finish_first():
+            pass
+        return num_loaded
+
+    def _records(
+        self, move: KVMove, leases: list[ReadLease | WriteLease]
+    ) -> Iterator[tuple[ReadLease, range, Sequence[int]]]:
+        """The leading records that the store has, a slot's worth at a time: lease, numbers there, pages they are for.
+
+        Asks for more only when it comes to them: meanwhile what was asked for before is copied.
+        """
+        copier, deadline = self._loads, time.monotonic() + SSD_WAIT_S
+        for some in _parts(len(move.digests), max(LEASE_PAGES, copier.num_slots * copier.slot_pages)):
+            keys = [self._identity.key(digest) for digest in move.digests[some.start : some.stop]]
+            lease = self._store.acquire(keys, max(0.0, deadline - time.monotonic()))
+            if lease is None:
+                return
+            leases.append(lease)
+            if lease.arena is not leases[0].arena:  # of a store that was started anew
+                return
+            for part in _parts(len(lease.blocks), copier.slot_pages):
+                yield lease, part, move.page_ids[some.start + part.start : some.start + part.stop]
+            if len(lease.blocks) < len(keys):
+                return
+
+    def _save(self, move: KVMove, leases: list[ReadLease | WriteLease]) -> int:
+        """How many leading pages are in the store now. The lease is added to `leases`."""
         keys = [self._identity.key(digest) for digest in move.digests]
         lease = self._store.reserve(keys, self._saves.page_bytes)
         if lease is None:
             return 0
-        with lease:
-            try:
-                is_done = self._send(lease, move.page_ids)
-            finally:
-                self._saves.settle()
-            # Those that were not wanted are there already, up to the first that found no room.
-            return lease.num_placed if is_done and (not lease.wanted or lease.commit()) else 0
+        leases.append(lease)
+        try:
+            is_done = self._send(lease, move.page_ids)
+        finally:
+            self._saves.settle()
+        # Those that were not wanted are there already, up to the first that found no room.
+        return lease.num_placed if is_done and (not lease.wanted or lease.commit()) else 0
 
     def _send(self, lease: WriteLease, pages: Sequence[int]) -> bool:
         """Whether all records that are wanted have been written whole."""

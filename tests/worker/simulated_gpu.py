@@ -56,6 +56,7 @@ class SimulatedGpu:
         self.registered: dict[int, int] = {}
         self.memory = DmaMemory(self._register, self.registered.pop)
         self.num_copies = 0
+        self.harm: int | None = None  # the copy that comes out wrong
 
     def stream(self) -> SimulatedStream:
         self._streams.append(SimulatedStream(self))
@@ -70,11 +71,22 @@ class SimulatedGpu:
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream) -> None:
         self._check_host(source, num_bytes)
-        self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes))
+        self._copy(target, source, num_bytes, stream)
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream) -> None:
         self._check_host(target, num_bytes)
-        self.queue(stream, lambda: ctypes.memmove(target, source, num_bytes))
+        self._copy(target, source, num_bytes, stream)
+
+    def _copy(self, target: int, source: int, num_bytes: int, stream) -> None:
+        is_harmed = self.harm == self.num_copies - 1
+
+        def run() -> None:
+            ctypes.memmove(target, source, num_bytes)
+            if is_harmed:
+                memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(target))
+                memory ^= 0x10
+
+        self.queue(stream, run)
 
     def gather(self, pages, records, stream) -> None:
         self.queue(stream, lambda: page_copy.gather(self.layers, pages.tolist(), records))

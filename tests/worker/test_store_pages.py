@@ -22,7 +22,7 @@ from kvstore.record import slot_bytes_for
 from kvstore.service import KVService
 from kvstore.settings import KVServiceConfig
 from scheduler.plan import KVMove, MoveKind
-from worker import dma_memory
+from worker import dma_memory, store_pages
 from worker.kernels import page_copy
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.page_copy import CpuPageCopier
@@ -148,6 +148,12 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(dma_memory, "PIECE_BYTES", 10_000)
 
 
+@pytest.fixture(autouse=True)
+def small_leases(monkeypatch):
+    """So that a load needs several."""
+    monkeypatch.setattr(store_pages, "LEASE_PAGES", 4)
+
+
 @pytest.mark.parametrize("copier", COPIERS)
 @settings(deadline=None, max_examples=25)
 @given(data=st.data(), layout=layouts(), pages=PAGES, seed=st.integers(0, 10**6))
@@ -185,34 +191,62 @@ def test_a_wrong_record_ends_a_load_and_reaches_no_page(copier, data, layout, pa
     first_wrong = data.draw(st.integers(0, len(pages) - 1))
     place, bit = data.draw(st.floats(0, 1, exclude_max=True)), data.draw(st.integers(0, 7))
 
+    num_leased, num_right = 0, len(pages) if fault == "over" else first_wrong  # what was verified is right
+
     def spoil(blocks):
-        block = blocks[first_wrong]
+        nonlocal num_leased, num_right
+        number, num_leased = first_wrong - num_leased, num_leased + len(blocks)
+        if not 0 <= number < len(blocks):
+            return blocks
+        block = blocks[number]
         if fault == "over":
             store.now += 11.0
         elif fault == "another":
-            other = blocks[first_wrong - 1]
+            other = blocks[number - 1]
             blocks = [*blocks]
-            blocks[first_wrong] = KVBlock(block.key, other.offset, block.payload_bytes, block.tier)
+            blocks[number] = KVBlock(block.key, other.offset, block.payload_bytes, block.tier)
+            num_right = len(pages) if len(blocks) == 1 else first_wrong  # it is its own neighbour
         elif fault == "size":
             blocks = [*blocks]
-            blocks[first_wrong] = KVBlock(block.key, block.offset, block.payload_bytes - 1, block.tier)
+            blocks[number] = KVBlock(block.key, block.offset, block.payload_bytes - 1, block.tier)
         else:
             byte = 9 if fault == "header" else 256 + int(place * block.payload_bytes)
             store.slot(block)[byte] ^= 1 << bit
         return tuple(blocks)
 
     store.spoil = spoil
-    num_right = first_wrong
-    if fault == "over" or (fault == "another" and len(pages) == 1):
-        num_right = len(pages)  # copies that were verified, whatever the lease; and a record that is not another
     sizes = {"slot_pages": data.draw(st.integers(1, 5)), "num_slots": data.draw(st.integers(1, 3))}
-    expected = [page_bytes(loaded, page) for page in range(NUM_PAGES)]
-    for page in pages[:num_right]:
-        expected[page] = page_bytes(saved, page)
+    before = [page_bytes(loaded, page) for page in range(NUM_PAGES)]
     with mover_of(loaded, store, copier, 3, **sizes) as mover:
         assert run(mover, MoveKind.LOAD, pages, digests_of(pages)) == num_right
+    right = pages[:num_right]
+    expected = [page_bytes(saved if page in right else loaded, page) for page in range(NUM_PAGES)]
     assert [page_bytes(loaded, page) for page in range(NUM_PAGES)] == expected
+    assert all(page_bytes(loaded, page) == before[page] for page in range(NUM_PAGES) if page not in right)
     store.spoil = lambda blocks: blocks
+    store.close()
+
+
+@pytest.mark.parametrize("kind", list(MoveKind))
+@settings(deadline=None, max_examples=25)
+@given(data=st.data(), layout=layouts(), pages=PAGES, seed=st.integers(0, 10**6))
+def test_what_a_transfer_harms_reaches_no_page(kind, data, layout, pages, seed):
+    store, saved, loaded = LocalStore(), random_cache(*layout, 1), random_cache(*layout, 2)
+    sizes = {"slot_pages": data.draw(st.integers(1, 5)), "num_slots": data.draw(st.integers(1, 3))}
+    harmed = data.draw(st.integers(0, len(pages) - 1))
+    before = [page_bytes(loaded, page) for page in range(NUM_PAGES)]
+    movers = (mover_of(cache, store, "registered", seed, **sizes) for cache in (saved, loaded))
+    with next(movers) as saving, next(movers) as loading:
+        gpu = (saving._saves if kind is MoveKind.STORE else loading._loads)._dma
+        gpu.harm = harmed
+        assert run(saving, MoveKind.STORE, pages, digests_of(pages)) == len(pages)
+        num_pages = run(loading, MoveKind.LOAD, pages, digests_of(pages))
+    is_harmed = gpu.num_copies > harmed  # one copy may be of several records, or of a part of one
+    assert (num_pages < len(pages)) == is_harmed
+    right = pages[:num_pages]
+    for page in range(NUM_PAGES):
+        assert page_bytes(loaded, page) == (page_bytes(saved, page) if page in right else before[page])
+    assert len(store.corrupt) == is_harmed
     store.close()
 
 

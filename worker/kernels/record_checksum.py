@@ -3,8 +3,8 @@
 By the algorithm's specification (xxHash 0.8, doc/xxhash_spec.md, inputs of more than 240 bytes): blocks of 1 KiB are
 summed each for itself, which many threads do at once; the sums enter a chain of eight accumulators, which is short.
 A thread block takes a record: some warps sum a tile of blocks while one more is a tile behind with the chain. So few
-threads leave the GPU to others, and the time is that of one record's chain, whatever their number. Compiled by NVRTC (CuPy).
-Knows nothing of records but where they lie.
+threads leave the GPU to others, and the time is that of one record's chain, whatever their number. Compiled
+by NVRTC (CuPy). Knows nothing of records but where they lie.
 """
 
 from __future__ import annotations
