@@ -1,0 +1,223 @@
+// Paged decode attention for Hopper: one query token per sequence against its KV pages, without shared memory on the
+// way of K and V. Each warp loads 16 tokens' K and V into registers, in the very places where the tensor cores want
+// them: the sums over head dim and over tokens may take any order, so each lane loads 16 bytes that lie together and
+// the queries are permuted alike. Scores are computed as K q^T and outputs as V^T p^T (tokens and head dim on the long
+// side of the instruction), so that few query heads waste little.
+//
+// Compiled with T16 (a 16-bit float), HEAD_DIM, KV_HEADS, GROUP, PAGE_SIZE, WARPS and, before it, the few functions
+// that differ between a GPU and the emulation that tests run on: see decode_attention_cuda.py.
+
+constexpr int CHUNKS = HEAD_DIM / 32;  // of K: a quad of lanes loads 32 values of a token at once
+constexpr int HALVES = HEAD_DIM / 64;  // of V: eight lanes load 64 values of a token at once
+constexpr int TILES = HEAD_DIM / 16;
+constexpr int TOKENS = 16;             // that a warp works on at once
+constexpr float LAZY = 8.0f;           // the maximum is raised only when scores pass it by this factor of 2 (log2)
+constexpr float NONE = -1e30f;         // a maximum of nothing
+
+struct Merge {
+    float out[WARPS][GROUP][HEAD_DIM];
+    float top[WARPS][8], sum[WARPS][8];
+};
+
+struct Shared {
+    Merge merge[2];
+    int work[2];
+    int is_last;
+};
+
+DEVICE float4 weighted(float4 sum, float4 more, float fade, float grow) {
+    return make_float4(sum.x * fade + more.x * grow, sum.y * fade + more.y * grow, sum.z * fade + more.z * grow,
+                       sum.w * fade + more.w * grow);
+}
+
+struct Unit {
+    int row, begin, end, first_part, part, parts, h;
+    const int* table;  // the sequence's pages
+};
+
+DEVICE Unit unit_of(int work, int total, const int* units, int first_unit, const int* page_table,
+                    long long table_stride) {
+    if (work >= total) return Unit{0, 0, 0, 0, 0, 0, 0, page_table};
+    const int* unit = units + (long long)(first_unit + work / KV_HEADS) * 8;
+    return Unit{unit[0], unit[2], unit[3], unit[4], unit[5], unit[6], work % KV_HEADS,
+                page_table + unit[1] * table_stride};
+}
+
+KERNEL decode(const T16* q, const T16* k_pages, const T16* v_pages, const int* page_table, const int* units,
+              const int* span, int* ticket, int* arrived, float* partial_out, float* partial_max, float* partial_sum,
+              T16* out, long long q_stride, long long table_stride, long long out_stride, float scale) {
+    SHARED(Shared, shared);
+    after_previous();
+    const int thread = THREAD, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
+    const int first_unit = span[0], total = (span[1] - first_unit) * KV_HEADS;
+    if (thread == 0) shared.work[1] = atomicAdd(ticket, 1);
+    SYNC_THREADS();
+    int work = shared.work[1];
+
+    uint4 k[CHUNKS][2], v[HALVES][4];
+    const int step = TOKENS * WARPS;
+    // Tokens behind the end of a sequence lie in the same page: they may be read, and count for nothing.
+    auto load_k = [&](int token, int page, int h) {
+        const T16* first = k_pages + (((long long)page * KV_HEADS + h) * PAGE_SIZE + token % PAGE_SIZE) * HEAD_DIM;
+        for (int c = 0; c < CHUNKS; ++c)
+            for (int i = 0; i < 2; ++i) k[c][i] = stream16(first + (g + 8 * i) * HEAD_DIM + c * 32 + t * 8);
+    };
+    auto load_v = [&](int token, int page, int h) {
+        const T16* first = v_pages + (((long long)page * KV_HEADS + h) * PAGE_SIZE + token % PAGE_SIZE) * HEAD_DIM;
+        for (int half = 0; half < HALVES; ++half)
+            for (int i = 0; i < 4; ++i)
+                v[half][i] = stream16(first + (2 * t + i % 2 + i / 2 * 8) * HEAD_DIM + half * 64 + g * 8);
+    };
+    auto page_of = [&](const Unit& unit, int token) { return token < unit.end ? unit.table[token / PAGE_SIZE] : 0; };
+
+    Unit now = unit_of(work, total, units, first_unit, page_table, table_stride);
+    int token = now.begin + warp * TOKENS, next_page = page_of(now, token + step);
+    if (token < now.end) {
+        const int page = page_of(now, token);
+        load_k(token, page, now.h);
+        load_v(token, page, now.h);
+    }
+    for (int turn = 0; work < total; turn ^= 1) {
+        if (thread == 0) shared.work[turn] = atomicAdd(ticket, 1);
+        const int row = now.row, h = now.h, end = now.end, parts = now.parts;
+        uint4 query[CHUNKS];
+        for (int c = 0; c < CHUNKS; ++c) {
+            query[c] = make_uint4(0, 0, 0, 0);
+            if (g < GROUP) query[c] = load16(q + row * q_stride + (h * GROUP + g) * HEAD_DIM + c * 32 + t * 8);
+        }
+        // The unit to come is known early: its first tokens are loaded while this one's last ones are worked on.
+        SYNC_THREADS();
+        const int following = shared.work[turn];
+        const Unit then = unit_of(following, total, units, first_unit, page_table, table_stride);
+        const int then_token = then.begin + warp * TOKENS, then_page = page_of(then, then_token);
+        float top[2] = {NONE, NONE}, sum[2] = {0, 0}, acc[TILES][4];
+        for (int i = 0; i < TILES; ++i)
+            for (int j = 0; j < 4; ++j) acc[i][j] = 0;
+
+        bool ahead = false;  // whether the next unit's first tokens are on their way
+        for (; token < end; token += step) {
+            const int next = token + step, page_after = page_of(now, next + step);
+            ahead = next >= end;
+            const bool load = !ahead || then_token < then.end;
+            const int load_token = ahead ? then_token : next, load_page = ahead ? then_page : next_page;
+            const int load_h = ahead ? then.h : h;
+            // Scores: s[0], s[1] of token g and heads 2t, 2t + 1; s[2], s[3] of token g + 8.
+            float s[4] = {0, 0, 0, 0};
+            for (int c = 0; c < CHUNKS; ++c) {
+                mma(s, k[c][0].x, k[c][1].x, k[c][0].y, k[c][1].y, query[c].x, query[c].y);
+                mma(s, k[c][0].z, k[c][1].z, k[c][0].w, k[c][1].w, query[c].z, query[c].w);
+            }
+            if (load) load_k(load_token, load_page, load_h);
+            for (int j = 0; j < 4; ++j) s[j] *= scale;
+            if (token + TOKENS > end) {  // the same for all lanes
+                if (token + g >= end) s[0] = s[1] = NONE;
+                if (token + g + 8 >= end) s[2] = s[3] = NONE;
+                for (int i = 0; i < 4; ++i)
+                    if (token + 2 * t + i % 2 + i / 2 * 8 >= end)
+                        for (int half = 0; half < HALVES; ++half) v[half][i] = make_uint4(0, 0, 0, 0);
+            }
+            float high[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+            if (any_lane(high[0] > top[0] + LAZY || high[1] > top[1] + LAZY)) {
+                for (int j = 0; j < 2; ++j) {
+                    for (int distance = 4; distance < 32; distance *= 2)
+                        high[j] = fmaxf(high[j], shuffle_xor(high[j], distance));
+                    high[j] = fmaxf(high[j], top[j]);
+                    const float fade = power_of_2(top[j] - high[j]);
+                    top[j] = high[j];
+                    sum[j] *= fade;
+                    for (int i = 0; i < TILES; ++i) {
+                        acc[i][j] *= fade;
+                        acc[i][j + 2] *= fade;
+                    }
+                }
+            }
+            for (int j = 0; j < 4; ++j) s[j] = power_of_2(s[j] - top[j % 2]);
+            sum[0] += s[0] + s[2];
+            sum[1] += s[1] + s[3];
+            const unsigned low = transpose(pack(s[0], s[1])), high_tokens = transpose(pack(s[2], s[3]));
+            for (int half = 0; half < HALVES; ++half) {
+                const unsigned* a = &v[half][0].x;
+                const unsigned* b = &v[half][1].x;
+                const unsigned* c = &v[half][2].x;
+                const unsigned* d = &v[half][3].x;
+                for (int i = 0; i < 4; ++i)
+                    mma(acc[half * 4 + i], permute(a[i], b[i], 0x5410), permute(a[i], b[i], 0x7632),
+                        permute(c[i], d[i], 0x5410), permute(c[i], d[i], 0x7632), low, high_tokens);
+            }
+            if (load) load_v(load_token, load_page, load_h);
+            next_page = page_after;
+        }
+        if (!ahead && then_token < then.end) {  // this warp had none of the unit's tokens
+            load_k(then_token, then_page, then.h);
+            load_v(then_token, then_page, then.h);
+        }
+
+        // The warps' results into one.
+        Merge& merge = shared.merge[turn];
+        for (int j = 0; j < 2; ++j) {
+            for (int distance = 4; distance < 32; distance *= 2) sum[j] += shuffle_xor(sum[j], distance);
+            const int head = 2 * t + j;
+            if (head < GROUP) {
+                if (g == 0) {
+                    merge.top[warp][head] = top[j];
+                    merge.sum[warp][head] = sum[j];
+                }
+                for (int i = 0; i < TILES; i += 2) {
+                    float* target = &merge.out[warp][head][i / 4 * 64 + g * 8 + i % 4 * 2];
+                    *(float4*)target = make_float4(acc[i][j], acc[i][j + 2], acc[i + 1][j], acc[i + 1][j + 2]);
+                }
+            }
+        }
+        SYNC_THREADS();
+        const int first_part = now.first_part;
+        const long long partial = (long long)(first_part + now.part) * KV_HEADS + h;
+        work = following;
+        now = then;
+        token = then_token;
+        next_page = page_of(now, token + step);
+        for (int place = thread * 4; place < GROUP * HEAD_DIM; place += WARPS * 32 * 4) {
+            const int head = place / HEAD_DIM, d = place % HEAD_DIM;
+            float highest = NONE, all = 0;
+            for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, merge.top[w][head]);
+            float4 value = make_float4(0, 0, 0, 0);
+            for (int w = 0; w < WARPS; ++w) {
+                const float grow = power_of_2(merge.top[w][head] - highest);
+                all += merge.sum[w][head] * grow;
+                value = weighted(value, *(const float4*)&merge.out[w][head][d], 1, grow);
+            }
+            if (parts == 1) {
+                store4(out + row * out_stride + (h * GROUP + head) * HEAD_DIM + d, value, 1 / all);
+            } else {
+                *(float4*)(partial_out + (partial * GROUP + head) * HEAD_DIM + d) = value;
+                if (d == 0) {
+                    partial_max[partial * 16 + head] = highest;
+                    partial_sum[partial * 16 + head] = all;
+                }
+            }
+        }
+        if (parts == 1) continue;
+        // The block that finishes a sequence's last part merges all of them.
+        THREAD_FENCE();
+        SYNC_THREADS();
+        int* counter = arrived + (long long)first_part * KV_HEADS + h;
+        if (thread == 0) shared.is_last = atomicAdd(counter, 1) == parts - 1;
+        SYNC_THREADS();
+        if (!shared.is_last) continue;
+        THREAD_FENCE();
+        for (int place = thread * 4; place < GROUP * HEAD_DIM; place += WARPS * 32 * 4) {
+            const int head = place / HEAD_DIM, d = place % HEAD_DIM;
+            float highest = NONE, all = 0;
+            float4 value = make_float4(0, 0, 0, 0);
+            for (int i = 0; i < parts; ++i) {
+                const long long at = (long long)(first_part + i) * KV_HEADS + h;
+                const float other = fresh(partial_max + at * 16 + head), higher = fmaxf(highest, other);
+                const float fade = power_of_2(highest - higher), grow = power_of_2(other - higher);
+                all = all * fade + fresh(partial_sum + at * 16 + head) * grow;
+                value = weighted(value, fresh4(partial_out + (at * GROUP + head) * HEAD_DIM + d), fade, grow);
+                highest = higher;
+            }
+            store4(out + row * out_stride + (h * GROUP + head) * HEAD_DIM + d, value, 1 / all);
+        }
+        if (thread == 0) *counter = 0;
+    }
+}
