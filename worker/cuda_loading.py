@@ -91,7 +91,7 @@ class _Loader:
             slots=config.max_slots,
             page_size=config.page_size,
             pages_per_slot=-(-self._max_len // config.page_size),
-            prefill_tokens=128 >> (group - 1).bit_length(),
+            prefill_tokens=64 >> (group - 1).bit_length(),
             decode_target=max(1, 4 * 132 // spec.num_kv_heads) * 2,
         )
         self._page_bytes = self._shape(1).elements_per_page * self._dtype.itemsize

@@ -7,7 +7,7 @@ runs on the reference kernels, without graphs. Knows nothing of plans or request
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,15 @@ import torch
 from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
-from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView
-from worker.kernel_set import GATE_BLOCK, KernelSet
+from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
+from worker.kernel_set import GATE_BLOCK, How, KernelSet
 from worker.kernels.reference import interleave_gate_up
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
 from worker.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD
 from worker.models.rope import cos_sin_tables
-from worker.nano_pipeline import NanoPipeline
+from worker.streams import CudaStreams, LaneOrder, OneStream, Streams
+from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +33,17 @@ class GraphKey:
 
     rows: int
     has_prefill: bool
+    schedule: str = ""  # by name; empty: sequential
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows [start, stop) that an operator runs on. Attention runs on all of the batch's units."""
+    """Rows [start, stop) that an operator runs on, and how."""
 
     start: int
     stop: int
+    number: int  # of the range among the operator's: attention's units are listed by range
+    how: How
 
 
 class CudaModel:
@@ -81,14 +85,36 @@ class CudaModel:
         self.last_tokens = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
         self.view = BlockView(limits, torch.zeros(BlockView.size(limits), dtype=torch.int32, device=device))
-        self._tickets = torch.zeros(2 * spec.num_layers, dtype=torch.int32, device=device)
+        # Of each layer's launches of decode and of prefill attention.
+        self._tickets = torch.zeros(spec.num_layers, 2, MAX_RANGES, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
+        self._schedules: dict[str, PipelineSchedule] = {}
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
+        self._streams: Streams = OneStream()
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
     def use_cache(self, cache: KVCache) -> None:
         """Run on this KV cache from now on; graphs of another one are dropped."""
         self._graphs.clear()
         self._cache = cache
+
+    def use_schedules(self, schedules: Sequence[PipelineSchedule]) -> None:
+        """Let graph keys name these. Before any capture. Raises InvalidScheduleError or PartitionError."""
+        operators = layer_operators(self.spec)
+        for schedule in schedules:
+            schedule.validate(operators)
+            order = LaneOrder(schedule, operators, self._num_sms)
+            if self._device.type == "cuda" and order.partitions:
+                if not isinstance(self._streams, CudaStreams):
+                    self._streams = CudaStreams(self._device)
+                self._streams.prepare(order.partitions)
+            self._schedules[schedule.name] = schedule
+
+    def cuts(self, key: GraphKey) -> AttentionCuts:
+        """Where the key's schedule cuts the rows of attention."""
+        schedule = self.schedule(key)
+        ends = [tuple(end for _, end in schedule.ranges(f"{kind}_attention")) for kind in ("decode", "prefill")]
+        return AttentionCuts(*(part if len(part) > 1 else () for part in ends))
 
     def operators(self, has_prefill: bool) -> dict[str, LayerOperator[_Rows]]:
         """The layer's operators, named as in autosearch.operators."""
@@ -144,7 +170,7 @@ class CudaModel:
             view.doubles("top_p")[part],
             view.doubles("noise")[part],
             first,
-            view["counts"][3:4],
+            view["counts"][1:2],
             view["sample_slots"],
             self.sampled,
             self.last_tokens,
@@ -176,10 +202,27 @@ class CudaModel:
         operators = self.operators(key.has_prefill)
         if parts is not None:
             operators = {name: o if name in parts else replace(o, run=_nothing) for name, o in operators.items()}
-        schedule: PipelineSchedule = sequential(layer_operators(self.spec), rows)
-        NanoPipeline(schedule, operators).run(rows, self.spec.num_layers, _Rows)
+        self._run_layers(self.schedule(key), operators)
         if parts is None or "lm_head" in parts:
             self._choose_tokens(samples)
+
+    def schedule(self, key: GraphKey) -> PipelineSchedule:
+        """What the iteration's layers run by."""
+        return self._schedules[key.schedule] if key.schedule else sequential(layer_operators(self.spec), key.rows)
+
+    def _run_layers(self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[_Rows]]) -> None:
+        order = LaneOrder(schedule, layer_operators(self.spec), self._num_sms)
+        numbers = {name: schedule.ranges(name) for name in ("decode_attention", "prefill_attention")}
+
+        def launch(layer: int, index: int) -> None:
+            operation = schedule.operations[index]
+            span = (operation.start, operation.end)
+            ranges = numbers.get(operation.operator)
+            number = ranges.index(span) if ranges else 0
+            rows = _Rows(*span, number, How(order.places[index].sms, operation.kernel))
+            operators[operation.operator].run(layer, rows)
+
+        order.run(self.spec.num_layers, self._streams, launch)
 
     def _choose_tokens(self, samples: int) -> None:
         """The greedy choice of the sampled rows, as results and as next tokens."""
@@ -189,12 +232,12 @@ class CudaModel:
             self._residual,
             self._delta,
             view["sample_rows"][:samples],
-            view["counts"][2:3],
+            view["counts"][0:1],
             self._weights[FINAL_NORM],
             hidden,
             self.spec.norm_eps,
         )
-        self.sampled[:samples] = self._kernels.argmax(hidden, self._head(), view["counts"][2:3])
+        self.sampled[:samples] = self._kernels.argmax(hidden, self._head(), view["counts"][0:1])
         self.last_tokens[view["sample_slots"][:samples].long()] = self.sampled[:samples].clamp(min=0)
 
     def _layer(self, layer: int, name: str) -> torch.Tensor:
@@ -213,7 +256,7 @@ class CudaModel:
     def _run_qkv(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)
         self._kernels.linear(
-            self._normed[part], self._layer(layer, "qkv"), self._bias(layer, "qkv_bias"), self._qkv[part]
+            self._normed[part], self._layer(layer, "qkv"), self._bias(layer, "qkv_bias"), self._qkv[part], rows.how
         )
 
     def _rope_append(self, layer: int, rows: _Rows) -> None:
@@ -225,25 +268,27 @@ class CudaModel:
         )
 
     def _decode(self, layer: int, rows: _Rows) -> None:
-        units, count = self.view["decode_units"].view(-1, 8), self.view["counts"][0:1]
-        k, v = self._pages().k(layer), self._pages().v(layer)
-        ticket = self._tickets[2 * layer : 2 * layer + 1]
+        units, span = self.view["decode_units"].view(-1, DECODE_FIELDS), self.view["decode_spans"][rows.number :]
         self._kernels.decode(
-            self._qkv, k, v, self.page_table, units, count, self._attention, ticket=ticket, group=self._group
+            *self._attend(layer, units, span), **self._attending(layer, 0, rows), rows=rows.stop - rows.start
         )
 
     def _prefill(self, layer: int, rows: _Rows) -> None:
-        units, count = self.view["prefill_units"].view(-1, 4), self.view["counts"][1:2]
+        units, span = self.view["prefill_units"].view(-1, PREFILL_FIELDS), self.view["prefill_spans"][rows.number :]
+        self._kernels.prefill(*self._attend(layer, units, span), **self._attending(layer, 1, rows))
+
+    def _attend(self, layer: int, units: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, ...]:
         k, v = self._pages().k(layer), self._pages().v(layer)
-        ticket = self._tickets[2 * layer + 1 : 2 * layer + 2]
-        self._kernels.prefill(
-            self._qkv, k, v, self.page_table, units, count, self._attention, ticket=ticket, group=self._group
-        )
+        return self._qkv, k, v, self.page_table, units, span, self._attention
+
+    def _attending(self, layer: int, kind: int, rows: _Rows) -> dict[str, Any]:
+        ticket = self._tickets[layer, kind, rows.number : rows.number + 1]
+        return {"ticket": ticket, "group": self._group, "how": rows.how}
 
     def _run_o(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)
         self._kernels.linear(
-            self._attention[part], self._layer(layer, "o"), self._bias(layer, "o_bias"), self._delta[part]
+            self._attention[part], self._layer(layer, "o"), self._bias(layer, "o_bias"), self._delta[part], rows.how
         )
 
     def _ffn_norm(self, layer: int, rows: _Rows) -> None:
@@ -254,12 +299,13 @@ class CudaModel:
     def _up_gate(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)
         weight = self._layer(layer, "gate_up")
-        self._kernels.gated(self._normed[part], weight, self._both[part], self._gated[part], self._gate_block)
+        both, gated = self._both[part], self._gated[part]
+        self._kernels.gated(self._normed[part], weight, both, gated, self._gate_block, rows.how)
 
     def _down(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)
         self._kernels.linear(
-            self._gated[part], self._layer(layer, "down"), self._bias(layer, "down_bias"), self._delta[part]
+            self._gated[part], self._layer(layer, "down"), self._bias(layer, "down_bias"), self._delta[part], rows.how
         )
 
     def _pages(self) -> KVCache:

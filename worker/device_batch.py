@@ -14,11 +14,13 @@ from numpy.typing import NDArray
 
 from scheduler.plan import IterationPlan
 from worker.sampler import uniform
-from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS, decode_units, prefill_units
+from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS, decode_units, prefill_units, range_ends
 
 Int32 = NDArray[np.int32]
 # Rows that are sampled with noise are worked off in pieces of this many: their logits fit a buffer.
 RANDOM_ROWS = 256
+# Attention runs on at most so many ranges of rows.
+MAX_RANGES = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class BatchLimits:
         decodes = min(self.rows, self.slots)
         random = -(-decodes // RANDOM_ROWS) * RANDOM_ROWS
         return {
-            "counts": 8,  # decode units, prefill units, samples, random samples
+            "counts": 2,  # samples, random samples
+            "decode_spans": MAX_RANGES + 1,  # units of attention range i are [spans[i], spans[i + 1])
+            "prefill_spans": MAX_RANGES + 1,
             "tokens": self.rows,
             "positions": self.rows,
             "cells": self.rows,
@@ -50,7 +54,7 @@ class BatchLimits:
             "top_p": 2 * random,
             "noise": 2 * random,
             "decode_units": (decodes + self.decode_target) * DECODE_FIELDS,
-            "prefill_units": (self.rows // self.prefill_tokens + decodes + 1) * PREFILL_FIELDS,
+            "prefill_units": (self.rows // self.prefill_tokens + decodes + 1 + MAX_RANGES) * PREFILL_FIELDS,
             "table_cells": self.max_changes,
             "table_pages": self.max_changes,
         }
@@ -92,6 +96,14 @@ class BlockView:
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionCuts:
+    """Where a schedule cuts the two attention operators' rows: ends of their ranges, ascending; () for one range."""
+
+    decode: tuple[int, ...] = ()
+    prefill: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Packed:
     """What the host must remember of a packed plan."""
 
@@ -115,8 +127,8 @@ class HostSlots:
         self.seed = np.zeros(limits.slots, np.uint64)
         self._tokens: dict[int, Int32] = {}
 
-    def pack(self, plan: IterationPlan, view: BlockView) -> Packed:
-        """Take in the plan's changes and fill the block."""
+    def pack(self, plan: IterationPlan, view: BlockView, cuts: AttentionCuts = AttentionCuts()) -> Packed:
+        """Take in the plan's changes and fill the block; attention's work is dealt to the ranges between cuts."""
         limits = self.limits
         for start in plan.slot_starts:
             self._tokens[start.slot] = start.token_ids
@@ -135,9 +147,8 @@ class HostSlots:
         _fill(view["sample_rows"], (first + plan.counts - 1)[chosen], 0)
         _fill(view["sample_slots"], slots, limits.slots)
         num_random = self._pack_random(slots, (plan.starts + plan.counts)[chosen], view)
-        num_units = self._pack_units(plan, view, first)
-        counts = view["counts"].numpy()
-        counts[:4] = (*num_units, len(chosen), num_random)
+        self._pack_units(plan, view, first, cuts)
+        view["counts"].numpy()[:2] = (len(chosen), num_random)
         return Packed(
             slots,
             num_random,
@@ -174,7 +185,7 @@ class HostSlots:
         view.doubles("noise").numpy()[:count] = uniform(self.seed[slots], positions[rows].astype(np.int64))
         return count
 
-    def _pack_units(self, plan: IterationPlan, view: BlockView, first: Int32) -> tuple[int, int]:
+    def _pack_units(self, plan: IterationPlan, view: BlockView, first: Int32, cuts: AttentionCuts) -> None:
         decodes, limits = plan.num_decodes, self.limits
         units, _ = decode_units(
             first[:decodes],
@@ -183,6 +194,7 @@ class HostSlots:
             target=limits.decode_target,
             shortest=128,
             align=max(64, limits.page_size),
+            cuts=cuts.decode,
         )
         chunks = prefill_units(
             first[decodes:],
@@ -190,10 +202,14 @@ class HostSlots:
             plan.starts[decodes:],
             plan.slots[decodes:],
             tokens=limits.prefill_tokens,
+            cuts=cuts.prefill,
         )
         view["decode_units"].numpy()[: units.size] = units.reshape(-1)
         view["prefill_units"].numpy()[: chunks.size] = chunks.reshape(-1)
-        return len(units), len(chunks)
+        _fill(view["decode_spans"][1:], range_ends(units, cuts.decode) if cuts.decode else np.array([len(units)]), 0)
+        _fill(
+            view["prefill_spans"][1:], range_ends(chunks, cuts.prefill) if cuts.prefill else np.array([len(chunks)]), 0
+        )
 
 
 def _fill(section: torch.Tensor, values: NDArray[np.integer], padding: int) -> None:

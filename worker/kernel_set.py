@@ -5,14 +5,28 @@ Knows nothing of models or plans.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import torch
 
 from worker.kernels import reference
 
+# Decode attention: Triton's blocks per SM and warps per block. The one in CUDA, "cuda", is ahead with few rows, where
+# a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy Triton's first takes its place.
+DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
+FEW_ROWS = 256
 GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How a schedule wants an operation run. The results do not depend on it, beyond rounding."""
+
+    sms: int | None = None  # SMs that it has; None: all
+    kernel: str = ""  # a variant by name; empty: the default
 
 
 class KernelSet(Protocol):
@@ -26,15 +40,20 @@ class KernelSet(Protocol):
 
     def gather_norm(self, *args: Any) -> None: ...
 
-    def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None: ...
+    def linear(
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, how: How = How()
+    ) -> None: ...
 
-    def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None: ...
+    def gated(
+        self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int, how: How = How()
+    ) -> None: ...
 
     def rope_append(self, *args: Any, num_heads: int) -> None: ...
 
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int) -> None: ...
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = How()) -> None:
+        """rows: that there are at most; which kernel is the fastest depends on it."""
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int) -> None: ...
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = How()) -> None: ...
 
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         """Column of each row's largest product, the lowest of equals; -1 where it is not finite: [rows] int32."""
@@ -56,20 +75,24 @@ class ReferenceKernels:
     def gather_norm(self, *args: Any) -> None:
         reference.gather_add_rms_norm(*args)
 
-    def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def linear(
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, how: How = How()
+    ) -> None:
         reference.linear(x, w, out, bias)
 
-    def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    def gated(
+        self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int, how: How = How()
+    ) -> None:
         reference.linear(x, w, both)
         reference.silu_mul(both, out, block)
 
     def rope_append(self, *args: Any, num_heads: int) -> None:
         reference.rope_append(*args, num_heads=num_heads)
 
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = How()) -> None:
         reference.decode_attention(*args, group=group)
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = How()) -> None:
         reference.prefill_attention(*args, group=group)
 
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
@@ -85,7 +108,17 @@ class TritonKernels:
 
     def __init__(self, device: torch.device, num_kv_heads: int, group: int, head_dim: int, max_partials: int) -> None:
         from worker import gemm_choice
-        from worker.kernels import decode_attention, elementwise, gemm, prefill_attention, sampling, skinny_gemm
+        from worker.kernels import (
+            decode_attention,
+            decode_attention_cuda,
+            elementwise,
+            gemm,
+            prefill_attention,
+            sampling,
+            skinny_gemm,
+        )
+
+        self._decode_cuda, self._has_cupy = decode_attention_cuda, find_spec("cupy") is not None
 
         self._decode, self._prefill = decode_attention, prefill_attention
         self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
@@ -105,7 +138,13 @@ class TritonKernels:
     def gather_norm(self, *args: Any) -> None:
         self._elementwise.gather_add_rms_norm(*args)
 
-    def linear(self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    def linear(
+        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, how: How = How()
+    ) -> None:
+        if how != How() and w.shape[0] % 8 == 0:
+            self._gemm.linear(x, w, out, sms=how.sms or self._sms, bias=bias, tile=self._tile(how))
+            return
+
         def cublas() -> None:
             if bias is None:
                 torch.mm(x, w.t(), out=out)
@@ -122,7 +161,13 @@ class TritonKernels:
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, bias=bias)
             self.gemm_choice.run((rows, columns, w.shape[1], 0), (cublas, persistent))
 
-    def gated(self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int) -> None:
+    def gated(
+        self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int, how: How = How()
+    ) -> None:
+        if how != How() and block == self._gemm.GATE_BLOCK:
+            self._gemm.linear(x, w, out, sms=how.sms or self._sms, silu_mul=True)
+            return
+
         def cublas() -> None:
             torch.mm(x, w.t(), out=both)
             self._elementwise.silu_mul(both, out, block)
@@ -142,17 +187,28 @@ class TritonKernels:
     def rope_append(self, *args: Any, num_heads: int) -> None:
         self._elementwise.rope_append(*args, num_heads=num_heads)
 
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
-        q, k, v, table, units, num_units, out = args
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = How()) -> None:
+        q, k, v, table, units, span, out = args
+        sms, variant = how.sms or self._sms, how.kernel or ("cuda" if rows <= FEW_ROWS else "4x4")
+        _, _, page_size, head_dim = k.shape
+        if variant == "cuda" and self._has_cupy and self._decode_cuda.fits(head_dim, group, page_size, k.dtype):
+            self._decode_cuda.decode_attention(
+                q, k, v, table, units, span, ticket, self._workspace, out, group=group, sms=sms
+            )
+            return
+        per_sm, warps = DECODE_VARIANTS.get(variant, DECODE_VARIANTS["4x4"])
+        blocks = per_sm * sms
         self._decode.decode_attention(
-            q, k, v, table, units, num_units, ticket, self._workspace, out, group=group, blocks=4 * self._sms
+            q, k, v, table, units, span, ticket, self._workspace, out, group=group, blocks=blocks, warps=warps
         )
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int) -> None:
-        q, k, v, table, units, num_units, out = args
-        self._prefill.prefill_attention(
-            q, k, v, table, units, num_units, ticket, out, group=group, blocks=2 * self._sms
-        )
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = How()) -> None:
+        q, k, v, table, units, span, out = args
+        blocks = 3 * (how.sms or self._sms)
+        self._prefill.prefill_attention(q, k, v, table, units, span, ticket, out, group=group, blocks=blocks)
+
+    def _tile(self, how: How) -> Any:
+        return self._gemm.Tile(columns=128, stages=4) if how.kernel == "128x128" else self._gemm.Tile()
 
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]

@@ -6,6 +6,8 @@ orders are those of `worker.kernels.decode_attention` and `worker.kernels.prefil
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,9 +18,11 @@ PREFILL_FIELDS = 4  # first query row, query tokens, position of the first, page
 
 
 def decode_units(
-    rows: Int32, slots: Int32, lengths: Int32, *, target: int, shortest: int, align: int
+    rows: Int32, slots: Int32, lengths: Int32, *, target: int, shortest: int, align: int, cuts: Sequence[int] = ()
 ) -> tuple[Int32, int]:
-    """Units [n, DECODE_FIELDS], longest first, and the number of partial results that they need.
+    """Units [n, DECODE_FIELDS] and the number of partial results that they need.
+
+    In the order of the ranges that `cuts`, ascending rows, divide the batch into; longest first within each.
 
     `lengths` are keys per sequence (> 0). A sequence is split when it is longer than an equal share of all
     keys over `target` units (at least `shortest` keys), so that few long sequences fill the device as many
@@ -42,14 +46,19 @@ def decode_units(
     units = np.zeros((len(of), DECODE_FIELDS), np.int32)
     for field, column in enumerate((rows[of], slots[of], begin, end, first_partial[of], part, parts[of])):
         units[:, field] = column
-    return units[np.argsort(begin - end, kind="stable")], int(needs.sum())
+    return units[np.lexsort((begin - end, _range_of(rows[of], cuts)))], int(needs.sum())
 
 
-def prefill_units(rows: Int32, counts: Int32, starts: Int32, slots: Int32, *, tokens: int) -> Int32:
-    """Units [n, PREFILL_FIELDS] of at most `tokens` query tokens, those with most keys first.
+def prefill_units(
+    rows: Int32, counts: Int32, starts: Int32, slots: Int32, *, tokens: int, cuts: Sequence[int] = ()
+) -> Int32:
+    """Units [n, PREFILL_FIELDS] of at most `tokens` query tokens, none across one of the `cuts`.
 
-    Per chunk: its first query row, its number of tokens, the position of its first token, its page table row.
+    Per chunk: its first query row, its number of tokens, the position of its first token, its page table row. In the
+    order of the ranges between the cuts; those with most keys first within each.
     """
+    if len(cuts):
+        rows, counts, starts, slots = _split(rows, counts, starts, slots, cuts)
     parts = -(-counts.astype(np.int64) // tokens)
     of = np.repeat(np.arange(len(rows)), parts)
     done = (np.arange(len(of)) - (np.cumsum(parts) - parts)[of]) * tokens
@@ -58,4 +67,26 @@ def prefill_units(rows: Int32, counts: Int32, starts: Int32, slots: Int32, *, to
     units[:, 1] = np.minimum(counts[of] - done, tokens)
     units[:, 2] = starts[of] + done
     units[:, 3] = slots[of]
-    return units[np.argsort(-(units[:, 2] + units[:, 1]), kind="stable")]
+    return units[np.lexsort((-(units[:, 2] + units[:, 1]), _range_of(units[:, 0], cuts)))]
+
+
+def range_ends(units: Int32, cuts: Sequence[int]) -> Int32:
+    """How many of the units, of either list, lie before each cut: [cuts]. The last cut is the batch's end."""
+    return np.searchsorted(_range_of(units[:, 0], cuts), np.arange(len(cuts)), side="right").astype(np.int32)
+
+
+def _range_of(rows: NDArray[np.integer], cuts: Sequence[int]) -> NDArray[np.intp]:
+    """Which of the ranges between cuts each row lies in."""
+    return np.searchsorted(np.asarray(cuts, np.int64), rows, side="right")
+
+
+def _split(
+    rows: Int32, counts: Int32, starts: Int32, slots: Int32, cuts: Sequence[int]
+) -> tuple[Int32, Int32, Int32, Int32]:
+    """Chunks that lie across a cut become several."""
+    inner = [cut for cut in cuts if np.any((rows < cut) & (cut < rows + counts))]
+    begins = np.concatenate([rows, *(np.array([cut]) for cut in inner)]) if inner else rows
+    begins = np.sort(begins)
+    of = np.searchsorted(rows, begins, side="right") - 1
+    ends = np.minimum(np.append(begins[1:], np.iinfo(np.int64).max), (rows + counts)[of])
+    return begins, ends - begins, starts[of] + begins - rows[of], slots[of]

@@ -33,7 +33,7 @@ def test_random_samples_are_listed_with_their_parameters_and_noise():
     slots = HostSlots(LIMITS)
     packed = slots.pack(first_plan(), view)
     assert packed.sample_slots.tolist() == [4, 3, 2, 0]
-    assert packed.num_random == view["counts"][3] == 2
+    assert packed.num_random == view["counts"][1] == 2
     assert view["random_rows"][:2].tolist() == [0, 1]  # of the samples: slots 4 and 3
     assert not view["random_rows"][2:].any()  # padding must be a row that there is
     assert view.doubles("temperature")[:2].tolist() == [2.0, 1.5]

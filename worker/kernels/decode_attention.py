@@ -27,7 +27,7 @@ def _decode_kernel(
     v_pages,
     page_table,  # [slots, table_stride] int32
     units,  # [.., 8] int32
-    num_units,  # pointer
+    span,  # pointer to two: the units to run are [span[0], span[1])
     ticket,  # pointer, zero before the launch
     arrived,  # [partials, HK] int32, zero before and after
     partial_out,  # [partials, HK, G, D] fp32
@@ -50,11 +50,12 @@ def _decode_kernel(
     after_previous(PDL)
     og, od, on = tl.arange(0, 16), tl.arange(0, DP), tl.arange(0, BN)
     in_head = (og[:, None] < G) & (od[None, :] < D)
-    total = tl.load(num_units) * HK
+    first_unit = tl.load(span)
+    total = (tl.load(span + 1) - first_unit) * HK
     work = tl.atomic_add(ticket, 1, sem="relaxed")
     while work < total:
         following = tl.atomic_add(ticket, 1, sem="relaxed")
-        unit = units + (work // HK) * 8
+        unit = units + (first_unit + work // HK) * 8
         h = work % HK
         row, slot, begin, end = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
         first_part, part, parts = tl.load(unit + 4), tl.load(unit + 5), tl.load(unit + 6)
@@ -132,7 +133,7 @@ def decode_attention(
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
     units: torch.Tensor,
-    num_units: torch.Tensor,
+    span: torch.Tensor,
     ticket: torch.Tensor,
     workspace: DecodeWorkspace,
     out: torch.Tensor,
@@ -146,8 +147,9 @@ def decode_attention(
     """softmax(q k / sqrt(D)) v for the units' rows.
 
     q [rows, >= HK * group * D] (leading columns), pages [pages, HK, P, D], page_table [slots, pages per slot],
-    units [.., UNIT_FIELDS] int32, ticket one int32 that is zero, out [rows, HK * group * D]. Rows in no unit
-    keep what `out` held. A unit's first key must be a multiple of `tokens_per_tile`.
+    units [.., UNIT_FIELDS] int32 of which [span[0], span[1]) run, ticket one int32 that is zero,
+    out [rows, HK * group * D]. Rows in no unit keep what `out` held. A unit's first key must be a multiple of
+    `tokens_per_tile`.
     """
     _, kv_heads, page_size, head_dim = k_pages.shape
     if group > 16:
@@ -158,7 +160,7 @@ def decode_attention(
         v_pages,
         page_table,
         units,
-        num_units,
+        span,
         ticket,
         workspace.arrived,
         workspace.out,

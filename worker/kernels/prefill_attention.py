@@ -20,9 +20,31 @@ UNIT_FIELDS = 4
 _LOG2E = 1.4426950408889634
 
 
-def tokens_per_unit(group: int, tile_rows: int = 128) -> int:
+def tokens_per_unit(group: int, tile_rows: int = 64) -> int:
     """Query tokens that one tile holds, with `group` query heads per KV head."""
     return int(tile_rows // triton.next_power_of_2(group))
+
+
+@triton.jit
+def _cells(table, keys, start, end, h, HK: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BORDER: tl.constexpr):
+    """Where a tile's keys of KV head h lie, counted in rows of D values."""
+    if P >= BN:
+        page = tl.load(table + start // P).to(tl.int64)
+        return (page * HK + h) * P + keys % P
+    if BORDER:
+        page = tl.load(table + keys // P, mask=keys < end, other=0).to(tl.int64)
+    else:
+        page = tl.load(table + keys // P).to(tl.int64)
+    return (page * HK + h) * P + keys % P
+
+
+@triton.jit
+def _accumulate(acc, total_p, top, s, v):
+    """One tile of scores (times log2 e) and values more (online softmax)."""
+    higher = tl.maximum(top, tl.max(s, 1))
+    fade = tl.exp2(top - higher)
+    p = tl.exp2(s - higher[:, None])
+    return tl.dot(p.to(v.dtype), v, acc * fade[:, None]), total_p * fade + tl.sum(p, 1), higher
 
 
 @triton.jit
@@ -32,7 +54,7 @@ def _prefill_kernel(
     v_pages,
     page_table,
     units,
-    num_units,
+    span,
     ticket,
     out,
     q_stride,
@@ -53,11 +75,12 @@ def _prefill_kernel(
     after_previous(PDL)
     om, od, on = tl.arange(0, BM), tl.arange(0, DP), tl.arange(0, BN)
     token, g = om // GP, om % GP
-    total = tl.load(num_units) * HK
+    first_unit = tl.load(span)
+    total = (tl.load(span + 1) - first_unit) * HK
     work = tl.atomic_add(ticket, 1, sem="relaxed")
     while work < total:
         following = tl.atomic_add(ticket, 1, sem="relaxed")
-        unit = units + (work // HK) * 4
+        unit = units + (first_unit + work // HK) * 4
         h = work % HK
         row, count, position, slot = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
         inside = ((token < count) & (g < G))[:, None] & (od[None, :] < D)
@@ -68,13 +91,20 @@ def _prefill_kernel(
         total_p = tl.zeros([BM], tl.float32)
         acc = tl.zeros([BM, DP], tl.float32)
         end = position + count
-        for start in tl.range(0, end, BN, num_stages=STAGES):
-            if P >= BN:
-                page = tl.load(table + start // P).to(tl.int64)
-                tokens = (page * HK + h) * P + start % P + on
+        # Tiles that every query sees whole need no masks.
+        whole = (position + 1) // BN * BN
+        for start in tl.range(0, whole, BN, num_stages=STAGES):
+            tokens = _cells(table, start + on, start, end, h, HK, P, BN, False)
+            offsets = tokens[:, None] * D + od[None, :]
+            if D == DP:
+                k, v = tl.load(k_pages + offsets), tl.load(v_pages + offsets)
             else:
-                page = tl.load(table + (start + on) // P, mask=start + on < end, other=0).to(tl.int64)
-                tokens = (page * HK + h) * P + (start + on) % P
+                k = tl.load(k_pages + offsets, mask=od[None, :] < D, other=0.0)
+                v = tl.load(v_pages + offsets, mask=od[None, :] < D, other=0.0)
+            s = tl.dot(query, tl.trans(k)) * scale
+            acc, total_p, top = _accumulate(acc, total_p, top, s, v)
+        for start in tl.range(whole, end, BN, num_stages=STAGES):
+            tokens = _cells(table, start + on, start, end, h, HK, P, BN, True)
             offsets = tokens[:, None] * D + od[None, :]
             live = (start + on < end)[:, None] & (od[None, :] < D)
             k = tl.load(k_pages + offsets, mask=live, other=0.0)
@@ -82,12 +112,7 @@ def _prefill_kernel(
             # Key 0 is visible to every query, so the running maximum is finite from the first tile on.
             visible = (start + on)[None, :] <= (position + token)[:, None]
             s = tl.where(visible, tl.dot(query, tl.trans(k)) * scale, float("-inf"))
-            higher = tl.maximum(top, tl.max(s, 1))
-            fade = tl.exp2(top - higher)
-            p = tl.exp2(s - higher[:, None])
-            total_p = total_p * fade + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
-            top = higher
+            acc, total_p, top = _accumulate(acc, total_p, top, s, v)
         target = out + (row + token).to(tl.int64)[:, None] * out_stride + head
         tl.store(target, (acc / total_p[:, None]).to(out.dtype.element_ty), mask=inside)
         work = following
@@ -99,16 +124,16 @@ def prefill_attention(
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
     units: torch.Tensor,
-    num_units: torch.Tensor,
+    span: torch.Tensor,
     ticket: torch.Tensor,
     out: torch.Tensor,
     *,
     group: int,
     blocks: int,
-    tile_rows: int = 128,
+    tile_rows: int = 64,
     tokens_per_tile: int = 64,
-    stages: int = 2,
-    warps: int = 8,
+    stages: int = 3,
+    warps: int = 4,
 ) -> None:
     """Causal softmax(q k / sqrt(D)) v for the units' rows; shapes as in `decode_attention`.
 
@@ -122,7 +147,7 @@ def prefill_attention(
         v_pages,
         page_table,
         units,
-        num_units,
+        span,
         ticket,
         out,
         q.stride(0),

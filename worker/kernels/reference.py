@@ -117,7 +117,7 @@ def decode_attention(
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
     units: torch.Tensor,
-    num_units: torch.Tensor,
+    span: torch.Tensor,
     out: torch.Tensor,
     *,
     group: int,
@@ -125,7 +125,7 @@ def decode_attention(
     """Attention of single query tokens; a sequence's end of keys is the largest of its units'."""
     _, kv_heads, _, head_dim = k_pages.shape
     ends: dict[tuple[int, int], int] = {}
-    for row, slot, _, end, *_ in units[: int(num_units)].tolist():
+    for row, slot, _, end, *_ in units[int(span[0]) : int(span[1])].tolist():
         ends[row, slot] = max(end, ends.get((row, slot), 0))
     for (row, slot), end in ends.items():
         query = q[row, : kv_heads * group * head_dim].view(1, kv_heads, group, head_dim)
@@ -139,7 +139,7 @@ def prefill_attention(
     v_pages: torch.Tensor,
     page_table: torch.Tensor,
     units: torch.Tensor,
-    num_units: torch.Tensor,
+    span: torch.Tensor,
     out: torch.Tensor,
     *,
     group: int,
@@ -147,7 +147,7 @@ def prefill_attention(
     """Causal attention of the units' query tokens over all keys up to their own position."""
     _, kv_heads, _, head_dim = k_pages.shape
     width = kv_heads * group * head_dim
-    for row, count, position, slot in units[: int(num_units)].tolist():
+    for row, count, position, slot in units[int(span[0]) : int(span[1])].tolist():
         query = q[row : row + count, :width].reshape(count, kv_heads, group, head_dim)
         end = position + count
         k, v = _keys(k_pages, page_table[slot], end), _keys(v_pages, page_table[slot], end)

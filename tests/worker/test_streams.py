@@ -1,0 +1,153 @@
+"""Lanes keep every order that a schedule's rows, lanes and waits ask for, with no more events than they need."""
+
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosearch.catalog import find_model
+from autosearch.operators import layer_operators
+from autosearch.pipeline import NanoOperation, PipelineSchedule, nanobatch_only, sequential
+from autosearch.precedence import ChainedLayers
+from worker.streams import WHOLE, LaneOrder, PartitionError, Place
+
+OPERATORS = layer_operators(find_model("llama-3-8b").spec)
+SMS, ROWS, LAYERS = 132, 64, 4
+
+
+class FakeStreams:
+    """Keeps what comes after what, as streams and events would."""
+
+    def __init__(self) -> None:
+        self.now = {}  # place -> all that it comes after, itself included
+        self.place = None
+
+    @contextmanager
+    def at(self, place):
+        self.place = place
+        yield
+
+    def mark(self, place):
+        return frozenset(self.now.get(place, frozenset()))
+
+    def wait(self, place, event):
+        self.now[place] = self.now.get(place, frozenset()) | event
+
+    def launch(self, node):
+        before = self.now.get(self.place, frozenset())
+        self.now[self.place] = before | {node}
+        return before
+
+
+@st.composite
+def schedules(draw):
+    """Two ranges, two lanes that share the SMs or not, in operator order."""
+    cut = draw(st.integers(1, ROWS - 1))
+    share = draw(st.sampled_from([0.25, 0.5, 0.75]))
+    operations = []
+    for operator in OPERATORS:
+        ranges = [(0, ROWS)] if draw(st.booleans()) else [(0, cut), (cut, ROWS)]
+        for start, end in ranges:
+            lane = draw(st.integers(0, 1))
+            own = share if lane else 1 - share
+            operations.append(NanoOperation(operator.name, start, end, lane, draw(st.sampled_from([own, 1.0]))))
+    after = draw(st.lists(st.tuples(*[st.integers(0, len(operations) - 1)] * 2), max_size=3))
+    for first, then in after:
+        if first < then:
+            fields = {field: getattr(operations[then], field) for field in ("operator", "start", "end", "lane")}
+            share_of_then = operations[then].sm_share
+            operations[then] = NanoOperation(**fields, sm_share=share_of_then, after=(first,))
+    return PipelineSchedule("drawn", ROWS, tuple(operations))
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_everything_comes_after_what_it_waits_for(schedule):
+    order, streams = LaneOrder(schedule, OPERATORS, SMS), FakeStreams()
+    before = {}
+
+    def launch(layer, index):
+        before[layer, index] = streams.launch((layer, index))
+
+    order.run(LAYERS, streams, launch)
+    waits = ChainedLayers(schedule.operations, OPERATORS).waits
+    for (layer, index), done in before.items():
+        for other, back in waits[index]:
+            if layer >= back:
+                assert (layer - back, other) in done
+    assert len(streams.now[WHOLE]) == LAYERS * len(schedule.operations), "the end does not join everything"
+
+
+@settings(max_examples=100, deadline=None)
+@given(schedules(), st.data())
+def test_no_event_is_there_in_vain(schedule, data):
+    """Without any one of the waits, something would come too early."""
+    order = LaneOrder(schedule, OPERATORS, SMS)
+    waited = [(index, wait) for index, waits in enumerate(order.waits) for wait in waits]
+    if not waited:
+        return
+    index, dropped = data.draw(st.sampled_from(waited))
+    order.waits = tuple(
+        tuple(wait for wait in waits if (place, wait) != (index, dropped)) for place, waits in enumerate(order.waits)
+    )
+    streams, before = FakeStreams(), {}
+
+    def launch(layer, at):
+        before[layer, at] = streams.launch((layer, at))
+
+    order.run(LAYERS, streams, launch)
+    layer = LAYERS - 1
+    assert (layer - dropped[1], dropped[0]) not in before[layer, index]
+
+
+def test_one_lane_needs_no_events():
+    for schedule in (sequential(OPERATORS, ROWS), nanobatch_only(OPERATORS, ROWS, 3)):
+        order = LaneOrder(schedule, OPERATORS, SMS)
+        assert order.num_events == 0
+        assert order.partitions == ()
+
+
+def test_shares_become_disjoint_groups_of_sms():
+    for share in (8 / 132, 0.3, 0.5, 64 / 132, 0.9):
+        attention, gemms = LaneOrder(on_two_lanes(share, 1 - share), OPERATORS, SMS).partitions
+        assert (attention.lane, gemms.lane) == (1, 0)
+        assert SMS - 16 < attention.sms + gemms.sms <= SMS
+    assert LaneOrder(on_two_lanes(64 / 132, 68 / 132), OPERATORS, SMS).partitions == (Place(1, 64), Place(0, 68))
+
+
+def on_two_lanes(attention: float, gemms: float) -> PipelineSchedule:
+    """Decode attention on a share of its own beside the other half's projections."""
+    whole = [NanoOperation(name, 0, ROWS) for name in ("attn_norm", "qkv", "rope_append", "prefill_attention")]
+    half = ROWS // 2
+    first = [NanoOperation(name, 0, half) for name in ("o", "ffn_norm", "up_gate")]
+    second = [NanoOperation(name, half, ROWS, 0, gemms) for name in ("decode_attention", "o", "ffn_norm", "up_gate")]
+    decode = NanoOperation("decode_attention", 0, half, 1, attention, after=(3,))
+    return PipelineSchedule("two lanes", ROWS, (*whole, decode, *second, *first, NanoOperation("down", 0, ROWS)))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([(0, 0.3), (1, 0.3), (2, 0.3)], "two can be told apart"),
+        ([(0, 0.98), (1, 0.02)], "at least 8"),
+    ],
+)
+def test_what_the_device_cannot_give_is_refused(parts, message):
+    operations = tuple(NanoOperation("qkv", 0, ROWS, lane, share) for lane, share in parts)
+    with pytest.raises(PartitionError, match=message):
+        LaneOrder(PipelineSchedule("s", ROWS, operations), OPERATORS, SMS)
+
+
+def test_two_lanes_meet_where_one_needs_the_other():
+    order = LaneOrder(on_two_lanes(64 / 132, 68 / 132), OPERATORS, SMS)
+    assert order.num_events == 4  # attention and projections after the first part, both before the rest
+
+
+def test_layers_follow_each_other_in_issue_order():
+    launched = []
+    schedule = sequential(OPERATORS, ROWS)
+    LaneOrder(schedule, OPERATORS, SMS).run(2, FakeStreams(), lambda layer, index: launched.append((layer, index)))
+    assert launched == [(layer, index) for layer in range(2) for index in range(len(OPERATORS))]
+    assert all(first < then for first, then in pairwise(launched))
