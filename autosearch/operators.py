@@ -40,6 +40,7 @@ class Operator:
     earlier_rows: tuple[str, ...] = ()  # operators that must have run for all rows before the range's end
     resource: Resource = Resource.COMPUTE
     joins: str = ""  # an element-wise step: it is split, and placed on a lane, together with this operator
+    shared_work: bool = False  # drawn from one work list by whoever has SMs: other lanes may help with it
 
 
 def check_parallel(spec: ModelSpec, num_gpus: int) -> None:
@@ -67,9 +68,9 @@ def _attention() -> tuple[Operator, ...]:
         Operator("attn_norm", (), resource=Resource.MEMORY, joins="qkv"),
         Operator("qkv", ("attn_norm",)),
         Operator("rope_append", ("qkv",), resource=Resource.MEMORY, joins="qkv"),
-        Operator("decode_attention", ("rope_append",), resource=Resource.MEMORY),
+        Operator("decode_attention", ("rope_append",), resource=Resource.MEMORY, shared_work=True),
         # A chunk that straddles two ranges: the later range's queries read the earlier one's keys.
-        Operator("prefill_attention", ("rope_append",), earlier_rows=("rope_append",)),
+        Operator("prefill_attention", ("rope_append",), earlier_rows=("rope_append",), shared_work=True),
     )
 
 

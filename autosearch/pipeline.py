@@ -60,7 +60,15 @@ class PipelineSchedule:
 
     def ranges(self, operator: str) -> tuple[tuple[int, int], ...]:
         """Row ranges of an operator, ascending."""
-        return tuple(sorted((op.start, op.end) for op in self.operations if op.operator == operator))
+        return tuple(sorted((op.start, op.end) for op in self.operations if op.operator == operator and not op.helps))
+
+    def helped(self, index: int) -> int:
+        """Which operation the one at `index` helps; itself where it helps none. The schedule must be valid."""
+        helper = self.operations[index]
+        if not helper.helps:
+            return index
+        same = (helper.operator, helper.start, helper.end)
+        return next(i for i, op in enumerate(self.operations) if (op.operator, op.start, op.end) == same)
 
     def boundaries(self) -> tuple[int, ...]:
         """All range ends of all operators, ascending; the last one is batch_tokens."""
@@ -84,6 +92,7 @@ class PipelineSchedule:
         for name in known:
             self._check_cover(name)
         self._check_order(known)
+        self._check_helpers(known)
         self._check_waits()
         self._check_shares(operators)
 
@@ -105,6 +114,17 @@ class PipelineSchedule:
                 if not covered(done[name], first, op.end):
                     raise InvalidScheduleError(f"{self.name}: {op.label} runs before {name} of its rows")
             done[op.operator].append(op)
+
+    def _check_helpers(self, known: dict[str, Operator]) -> None:
+        begun: dict[tuple[str, int, int], int] = {}  # lane of each operation so far
+        for op in self.operations:
+            same = (op.operator, op.start, op.end)
+            if not op.helps:
+                begun[same] = op.lane
+            elif not known[op.operator].shared_work:
+                raise InvalidScheduleError(f"{self.name}: {op.label} is helped, and cannot be shared")
+            elif begun.get(same, op.lane) == op.lane:
+                raise InvalidScheduleError(f"{self.name}: {op.label} helps nothing that began on another lane")
 
     def _check_waits(self) -> None:
         for index, op in enumerate(self.operations):

@@ -28,6 +28,7 @@ class NanoOperation:
     kernel: str = ""  # a kernel variant by name; empty: the worker's default
     after: tuple[int, ...] = ()  # earlier operations of this layer, by index, that must have ended before it starts
     after_previous: tuple[int, ...] = ()  # the same of the layer before
+    helps: bool = False  # takes over what is left of an earlier operation on the same rows, whose lane goes on with it
 
     @property
     def label(self) -> str:

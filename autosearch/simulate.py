@@ -38,6 +38,15 @@ class Moment:
     rates: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """An operation on its lane."""
+
+    index: int
+    job: tuple[int, int]  # the operation whose work it does, and the layer
+    begin_us: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """All layers of one iteration."""
@@ -100,7 +109,8 @@ def play(
         lanes.setdefault(operation.lane, []).append(index)
     position = dict.fromkeys(lanes, 0)  # operations begun on each lane
     ended: list[set[int]] = [set() for _ in range(num_layers)]
-    running: dict[int, list[float]] = {}  # lane: [index, layer, begin, what is left]
+    running: dict[int, _Running] = {}  # by lane
+    left: dict[tuple[int, int], float] = {}  # of the work that was begun: (operation, layer); helpers share one's
     spans: list[Span] = []
     moments: list[Moment] = []
     now = 0.0
@@ -111,36 +121,39 @@ def play(
                 continue
             index = indexes[place]
             if all(layer < back or other in ended[layer - back] for other, back in waits[index]):
-                running[lane] = [index, layer, now, work[index].time_us]
+                job = (schedule.helped(index), layer)
+                running[lane] = _Running(index, job, now)
+                left.setdefault(job, work[job[0]].time_us)
                 position[lane] += 1
         if not running:
             break
-        now = _advance(running, work, interference, now, moments)
-        for lane in [lane for lane, state in running.items() if state[3] <= _DONE]:
-            index, layer = int(running[lane][0]), int(running[lane][1])
-            spans.append(Span(index, layer, running[lane][2], now))
-            ended[layer].add(index)
-            del running[lane]
+        now = _advance(list(running.values()), left, work, interference, now, moments)
+        for lane in [lane for lane, state in running.items() if left[state.job] <= _DONE]:
+            state = running.pop(lane)
+            spans.append(Span(state.index, state.job[1], state.begin_us, now))
+            ended[state.job[1]].add(state.index)
     return Timeline(schedule, num_layers, tuple(sorted(spans, key=lambda span: span.begin_us)), tuple(moments))
 
 
 def _advance(
-    running: dict[int, list[float]],
+    running: Sequence[_Running],
+    left: dict[tuple[int, int], float],
     work: Sequence[Activity],
     interference: Interference,
     now: float,
     moments: list[Moment],
 ) -> float:
     """Run on to the next end; returns the time of it."""
-    states = list(running.values())
-    if any(state[3] <= _DONE for state in states):
+    jobs = {state.job for state in running}
+    if any(left[job] <= _DONE for job in jobs):
         return now
-    indexes = tuple(int(state[0]) for state in states)
+    indexes = tuple(state.index for state in running)
     rates = interference.rates([work[index] for index in indexes])
-    step = min(state[3] / rate for state, rate in zip(states, rates))
-    for state, rate in zip(states, rates):
-        state[3] -= step * rate
-        if state[3] < 1e-6 * work[int(state[0])].time_us:
-            state[3] = 0.0
+    together = {job: sum(rate for state, rate in zip(running, rates) if state.job == job) for job in jobs}
+    step = min(left[job] / together[job] for job in jobs)
+    for job in jobs:
+        left[job] -= step * together[job]
+        if left[job] < 1e-6 * work[job[0]].time_us:
+            left[job] = 0.0
     moments.append(Moment(now, now + step, indexes, rates))
     return now + step

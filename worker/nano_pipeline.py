@@ -21,7 +21,9 @@ class NanoPipeline(Generic[RowsT]):
     def __init__(self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[RowsT]]) -> None:
         self.schedule = schedule
         self.boundaries = schedule.boundaries()
-        self._operations = tuple((op.start, op.end, operators[op.operator].run) for op in schedule.operations)
+        # What helps has nothing to do here: what it would help with has ended.
+        own = tuple(op for op in schedule.operations if not op.helps)
+        self._operations = tuple((op.start, op.end, operators[op.operator].run) for op in own)
 
     def run(self, num_rows: int, num_layers: int, rows: Callable[[int, int], RowsT]) -> None:
         """Run all layers on rows [0, num_rows), of at most batch_tokens; rows(start, stop) gives a range of them."""

@@ -1,0 +1,54 @@
+"""A family of schedules for one GPU: decode attention beside the prefill rows' GEMMs, and nothing else split.
+
+A batch lists its decodes first. Cut between decodes and prefill rows, it becomes two nano-batches of which only one
+has much attention: while that runs on a part of the SMs, the other one's projections run on the rest; all else runs
+on whole batches and all SMs. When the GEMMs have ended, their SMs help with the attention. So a layer has one phase
+in which two resources are busy, two hand-overs and few waits. Knows nothing of devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autosearch.operators import Operator
+from autosearch.pipeline import NanoOperation, PipelineSchedule
+
+ATTENTION = ("decode_attention", "prefill_attention")
+GEMM_LANE, ATTENTION_LANE = 0, 1
+
+
+def decode_beside(
+    operators: Sequence[Operator],
+    batch_tokens: int,
+    split: int,
+    attention_share: float,
+    num_beside: int = 3,
+    kernel: str = "",
+) -> PipelineSchedule:
+    """The schedule that has decode attention of rows [0, split) beside what follows attention of the other rows.
+
+    attention_share: of the SMs, for attention. num_beside: how many operators, from the one after attention, the
+    other rows run beside it; what is left of them runs after it. kernel: variant of decode attention while SMs are
+    shared.
+    """
+    names = [operator.name for operator in operators]
+    first = names.index(ATTENTION[-1]) + 1
+    before, beside, after = names[: first - 2], names[first : first + num_beside], names[first + num_beside :]
+    rest = 1 - attention_share
+
+    def whole(name: str, start: int = 0, end: int = batch_tokens) -> NanoOperation:
+        return NanoOperation(name, start, end)
+
+    decode, prefill = ATTENTION
+    operations = [whole(name) for name in (*before, prefill)]
+    prefilled = (len(operations) - 1,)
+    operations += [
+        NanoOperation(decode, 0, split, ATTENTION_LANE, attention_share, kernel, after=prefilled),
+        NanoOperation(decode, split, batch_tokens, GEMM_LANE, rest, kernel),
+        *(NanoOperation(name, split, batch_tokens, GEMM_LANE, rest) for name in beside),
+        NanoOperation(decode, 0, split, GEMM_LANE, rest, kernel, helps=True),
+        *(whole(name, 0, split) for name in beside),
+        *(whole(name) for name in after),
+    ]
+    name = f"decode-beside-{batch_tokens}-{split}-{attention_share:.3f}-{num_beside}"
+    return PipelineSchedule(name, batch_tokens, tuple(operations))

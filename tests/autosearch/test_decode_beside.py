@@ -1,0 +1,74 @@
+"""The family of schedules with decode attention beside the prefill rows' projections, and operations that help."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from planning import made_up_profile, made_up_times
+
+from autosearch.catalog import find_model
+from autosearch.decode_beside import decode_beside
+from autosearch.interference import Pairwise
+from autosearch.operators import Collectives, layer_operators
+from autosearch.pipeline import InvalidScheduleError, NanoOperation, PipelineSchedule
+from autosearch.simulate import simulate
+
+OPERATORS = layer_operators(find_model("llama-3-8b").spec)
+MOE = layer_operators(find_model("mixtral-8x7b").spec)
+
+
+@given(
+    split=st.integers(1, 2047),
+    share=st.floats(0.05, 0.95),
+    num_beside=st.integers(1, 3),
+    operators=st.sampled_from([OPERATORS, MOE]),
+)
+def test_all_of_the_family_are_valid(split, share, num_beside, operators):
+    schedule = decode_beside(operators, 2048, split, share, num_beside)
+    schedule.validate(operators)
+    assert PipelineSchedule.from_json(schedule.to_json()) == schedule
+
+
+def test_one_phase_is_shared_and_all_else_has_all_sms():
+    schedule = decode_beside(OPERATORS, 2048, 1024, 0.5)
+    shared = {(op.operator, op.start) for op in schedule.operations if op.sm_share < 1}
+    assert shared == {(name, 1024) for name in ("o", "ffn_norm", "up_gate", "decode_attention")} | {
+        ("decode_attention", 0)
+    }
+    assert [op.label for op in schedule.operations if op.helps] == ["decode_attention[0, 1024)"]
+    assert schedule.ranges("decode_attention") == ((0, 1024), (1024, 2048))
+
+
+def test_a_helper_must_help_something_that_can_be_shared():
+    schedule = decode_beside(OPERATORS, 2048, 1024, 0.5)
+
+    def changed(name: str, **fields: object) -> PipelineSchedule:
+        return replace(
+            schedule,
+            operations=tuple(
+                replace(op, **fields) if op.operator == name and (op.helps or name != "decode_attention") else op
+                for op in schedule.operations
+            ),
+        )
+
+    with pytest.raises(InvalidScheduleError, match="helps nothing that began on another lane"):
+        changed("decode_attention", lane=1).validate(OPERATORS)
+    with pytest.raises(InvalidScheduleError, match="helps nothing that began on another lane"):
+        changed("decode_attention", start=1).validate(OPERATORS)
+    extra = NanoOperation("o", 1024, 2048, 1, 0.5, helps=True)
+    with pytest.raises(InvalidScheduleError, match="is helped, and cannot be shared"):
+        replace(schedule, operations=(*schedule.operations, extra)).validate(OPERATORS)
+
+
+def test_what_is_left_goes_faster_with_help():
+    """Half the SMs run attention at 0.75, a GEMM at 0.5; both halves together run attention at 1.5."""
+    kinds = ("qkv", "o", "up_gate", "down", "prefill_attention", "o_all_reduce", "ffn_all_reduce")
+    times = made_up_times(made_up_profile({**dict.fromkeys(kinds, 0.0), "decode_attention": 128.0, "o": 64.0}, 256))
+    schedule = decode_beside(times.operators(Collectives.ALL_REDUCE), 256, 224, 0.5, num_beside=1)
+    timeline = simulate(schedule, times, Pairwise(times.table), 1)
+    other_rows = 16 / 0.75 + 8 / 0.5  # attention and o of the last 32 rows
+    left = 112 - 0.75 * other_rows
+    assert timeline.makespan_us == pytest.approx(other_rows + left / 1.5 + 56)
+    alone = replace(schedule, operations=tuple(op for op in schedule.operations if not op.helps))
+    assert simulate(alone, times, Pairwise(times.table), 1).makespan_us == pytest.approx(112 / 0.75 + 56)
