@@ -14,8 +14,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from itertools import cycle
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from worker.store_keys import PageIdentity
 log = logging.getLogger(__name__)
 
 SSD_WAIT_S = 1.0  # that a load may wait for the store's SSD
-LEASE_PAGES = 32  # that a load asks for at once, or as many as all slots hold: the next while these are copied
+LEASE_PAGES = 16  # that a load asks for at once, or as many as all slots hold: the next while these are copied
 
 
 class Store(Protocol):
@@ -60,6 +61,7 @@ class PageMover:
         self._ended: list[KVMoveResult] = []
         self._news = threading.Condition()
         self._threads = {kind: ThreadPoolExecutor(1, f"kv-{kind}", initializer=prepare_thread) for kind in MoveKind}
+        self._asking = ThreadPoolExecutor(1, "kv-asking")
 
     def start(self, moves: Sequence[KVMove]) -> None:
         """Begin with these, and return at once."""
@@ -78,6 +80,7 @@ class PageMover:
         """Drop moves that have not begun and wait for those that have."""
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
+        self._asking.shutdown()
         self._loads.close()
         self._saves.close()
         self._store.close()
@@ -99,12 +102,13 @@ class PageMover:
 
     def _load(self, move: KVMove, leases: list[ReadLease | WriteLease]) -> int:
         """How many leading pages now hold the records. Leases are added to `leases`."""
-        try:
-            return self._fetch(self._records(move, leases))
-        finally:
-            self._loads.settle()
+        with closing(self._records(move, leases)) as records:
+            try:
+                return self._fetch(records)
+            finally:
+                self._loads.settle()
 
-    def _fetch(self, records: Iterator[tuple[ReadLease, range, Sequence[int]]]) -> int:
+    def _fetch(self, records: Iterable[tuple[ReadLease, range, Sequence[int]]]) -> int:
         copier, num_loaded = self._loads, 0
         under_way: deque[tuple[int, Sequence[int]]] = deque()  # slots, with the pages that what is in them is for
 
@@ -128,24 +132,33 @@ class PageMover:
 
     def _records(
         self, move: KVMove, leases: list[ReadLease | WriteLease]
-    ) -> Iterator[tuple[ReadLease, range, Sequence[int]]]:
-        """The leading records that the store has, a slot's worth at a time: lease, numbers there, pages they are for.
-
-        Asks for more only when it comes to them: meanwhile what was asked for before is copied.
-        """
+    ) -> Generator[tuple[ReadLease, range, Sequence[int]], None, None]:
+        """The leading records that the store has, a slot's worth at a time: lease, numbers there, pages to fill."""
         copier, deadline = self._loads, time.monotonic() + SSD_WAIT_S
-        for some in _parts(len(move.digests), max(LEASE_PAGES, copier.num_slots * copier.slot_pages)):
+
+        def ask(some: range) -> ReadLease | None:
             keys = [self._identity.key(digest) for digest in move.digests[some.start : some.stop]]
             lease = self._store.acquire(keys, max(0.0, deadline - time.monotonic()))
-            if lease is None:
-                return
-            leases.append(lease)
-            if lease.arena is not leases[0].arena:  # of a store that was started anew
-                return
-            for part in _parts(len(lease.blocks), copier.slot_pages):
-                yield lease, part, move.page_ids[some.start + part.start : some.start + part.stop]
-            if len(lease.blocks) < len(keys):
-                return
+            if lease is not None:
+                leases.append(lease)
+            return lease
+
+        batches = _parts(len(move.digests), max(LEASE_PAGES, copier.num_slots * copier.slot_pages))
+        asked = self._asking.submit(ask, batches[0])
+        try:
+            for batch, following in zip(batches, [*batches[1:], None]):
+                lease = asked.result()
+                if lease is None or lease.arena is not leases[0].arena:  # another one: the store was started anew
+                    return
+                is_whole = len(lease.blocks) == len(batch)
+                if following and is_whole:
+                    asked = self._asking.submit(ask, following)
+                for part in _parts(len(lease.blocks), copier.slot_pages):
+                    yield lease, part, move.page_ids[batch.start + part.start : batch.start + part.stop]
+                if not is_whole:
+                    return
+        finally:
+            wait([asked])
 
     def _save(self, move: KVMove, leases: list[ReadLease | WriteLease]) -> int:
         """How many leading pages are in the store now. The lease is added to `leases`."""

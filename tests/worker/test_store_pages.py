@@ -266,6 +266,29 @@ def test_a_record_of_another_size_is_no_page(copier, payload_bytes):
 
 
 @pytest.mark.parametrize("copier", COPIERS)
+def test_a_store_that_is_started_anew_during_a_load_ends_it(copier):
+    layout = KVCacheShape(2, NUM_PAGES, 2, 4, 8), torch.float16
+    saved, loaded, stores = random_cache(*layout, 1), random_cache(*layout, 2), [LocalStore(), LocalStore()]
+    for store in stores:
+        with mover_of(saved, store, "cpu") as mover:
+            assert run(mover, MoveKind.STORE, range(12), digests_of(range(12))) == 12
+    before = page_bytes(loaded, 4)
+    with mover_of(loaded, stores[0], copier, slot_pages=2, num_slots=2) as mover:
+        first_lease = mover._store.acquire
+
+        def acquire(keys, wait_s):
+            mover._store.acquire = stores[1].acquire
+            return first_lease(keys, wait_s)
+
+        mover._store.acquire = acquire
+        assert run(mover, MoveKind.LOAD, range(12), digests_of(range(12))) == 4
+    assert [page_bytes(loaded, page) for page in range(4)] == [page_bytes(saved, page) for page in range(4)]
+    assert page_bytes(loaded, 4) == before
+    for store in stores:
+        store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
 def test_a_lease_that_ends_during_a_save_makes_nothing_visible(copier):
     store, layout = LocalStore(), (KVCacheShape(2, NUM_PAGES, 2, 4, 8), torch.float16)
     cache, pages = random_cache(*layout, 1), range(12)
