@@ -83,7 +83,10 @@ def test_pages_go_only_to_engines_with_token_and_certificate(model, address, fil
     good = {"token": "good", "ca": "good", "cert": "good", "key": "good"}
     _, first = generate(model, address, files, **good)
     assert first["cached_tokens"] == 0
-    _, second = generate(model, address, files, **good)
+    for _ in range(4):  # a store on a busy machine may not answer in time
+        _, second = generate(model, address, files, **good)
+        if second["cached_tokens"]:
+            break
     assert (second["cached_tokens"], second["token_ids"]) == (96, first["token_ids"])
     strangers = [{**good, "token": "other"}, {**good, "ca": "other"}, {**good, "cert": "other", "key": "other"}]
     for shown in (*strangers, {"token": "good"}):
