@@ -50,10 +50,13 @@ class LoadedModel:
     memory: DeviceMemory | None  # None without a GPU
 
 
-def load_model(config: WorkerConfig, progress: Progress) -> LoadedModel:
-    """Raises UnsupportedModelError, CapacityError or ModelLoadError."""
+def load_model(config: WorkerConfig, progress: Progress, batch_sizes: Sequence[int] = ()) -> LoadedModel:
+    """batch_sizes: ascending, those to have graphs of; empty: those for serving.
+
+    Raises UnsupportedModelError, CapacityError or ModelLoadError.
+    """
     with torch.inference_mode():
-        return _Loader(config, progress).load()
+        return _Loader(config, progress, batch_sizes).load()
 
 
 class DeviceDummySource(DummySource):
@@ -72,7 +75,7 @@ class DeviceDummySource(DummySource):
 class _Loader:
     """Loads one model once."""
 
-    def __init__(self, config: WorkerConfig, progress: Progress) -> None:
+    def __init__(self, config: WorkerConfig, progress: Progress, batch_sizes: Sequence[int]) -> None:
         self._config, self._progress = config, progress
         self._spec = spec = ModelSpec.from_folder(config.model_dir)
         check(config, spec)
@@ -83,7 +86,7 @@ class _Loader:
         if self._cuda and config.kv_store is not None and importlib.util.find_spec("cupy") is None:
             raise CapacityError("--kv-store on a GPU needs CuPy: pip install cupy-cuda13x, or the one of your CUDA")
         self._dtype = _DTYPES[config.dtype]
-        self._buckets = _batch_sizes(config.max_batch_tokens)
+        self._buckets = tuple(batch_sizes) or _batch_sizes(config.max_batch_tokens)
         self._max_len = min(config.max_model_len or spec.max_position, spec.max_position)
         group = spec.num_heads // spec.num_kv_heads
         self._limits = BatchLimits(

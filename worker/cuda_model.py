@@ -26,6 +26,8 @@ from worker.models.rope import cos_sin_tables
 from worker.streams import CudaStreams, LaneOrder, OneStream, Streams
 from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS
 
+_DRAWING = frozenset({"decode_attention", "prefill_attention"})  # operators that draw their work by tickets
+
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
@@ -179,30 +181,40 @@ class CudaModel:
     def _head(self) -> torch.Tensor:
         return self._weights.get(LM_HEAD, self._weights[EMBEDDING])
 
-    def capture_parts(self, key: GraphKey, parts: Collection[str]) -> torch.cuda.CUDAGraph:
-        """A graph of an iteration with these operators only, `embed` and `lm_head` among them: for measuring."""
+    def capture_parts(
+        self, key: GraphKey, parts: Collection[str], num_layers: int | None = None
+    ) -> torch.cuda.CUDAGraph:
+        """A graph of what run_parts() runs."""
         graph = torch.cuda.CUDAGraph()
-        self._iteration(key, parts)
+        self.run_parts(key, parts, num_layers)
         with torch.cuda.graph(graph):
-            self._iteration(key, parts)
+            self.run_parts(key, parts, num_layers)
         return graph
+
+    def run_parts(self, key: GraphKey, parts: Collection[str], num_layers: int | None = None) -> None:
+        """An iteration with these operators only, `embed` and `lm_head` among them, of the first layers: to measure.
+
+        One without attention may run beside one with it.
+        """
+        self._iteration(key, parts, num_layers)
 
     def logits(self, num_samples: int) -> torch.Tensor:
         """Logits of the last iteration's sampled rows, [samples, vocab] fp32: for checks."""
         return self._sampled_hidden[:num_samples].float() @ self._head().float().t()
 
-    def _iteration(self, key: GraphKey, parts: Collection[str] | None = None) -> None:
+    def _iteration(self, key: GraphKey, parts: Collection[str] | None = None, num_layers: int | None = None) -> None:
         view, rows = self.view, key.rows
         samples = min(rows, self.limits.slots)
         self.page_table.view(-1)[view["table_cells"].long()] = view["table_pages"]
-        self._tickets.zero_()
+        if parts is None or not _DRAWING.isdisjoint(parts):
+            self._tickets.zero_()
         if parts is None or "embed" in parts:
             table = self._weights[EMBEDDING]
             self._kernels.embed(view["tokens"][:rows], self.last_tokens, table, self._residual[:rows])
         operators = self.operators(key.has_prefill)
         if parts is not None:
             operators = {name: o if name in parts else replace(o, run=_nothing) for name, o in operators.items()}
-        self._run_layers(self.schedule(key), operators)
+        self._run_layers(self.schedule(key), operators, num_layers or self.spec.num_layers)
         if parts is None or "lm_head" in parts:
             self._choose_tokens(samples)
 
@@ -210,7 +222,9 @@ class CudaModel:
         """What the iteration's layers run by."""
         return self._schedules[key.schedule] if key.schedule else sequential(layer_operators(self.spec), key.rows)
 
-    def _run_layers(self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[_Rows]]) -> None:
+    def _run_layers(
+        self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[_Rows]], num_layers: int
+    ) -> None:
         order = LaneOrder(schedule, layer_operators(self.spec), self._num_sms)
         numbers = {name: schedule.ranges(name) for name in ("decode_attention", "prefill_attention")}
 
@@ -222,7 +236,7 @@ class CudaModel:
             rows = _Rows(*span, number, How(order.places[index].sms, operation.kernel))
             operators[operation.operator].run(layer, rows)
 
-        order.run(self.spec.num_layers, self._streams, launch)
+        order.run(num_layers, self._streams, launch)
 
     def _choose_tokens(self, samples: int) -> None:
         """The greedy choice of the sampled rows, as results and as next tokens."""
