@@ -137,6 +137,11 @@ class EngineConfig:
         default=StoreUse().write_policy.value,
         choices=tuple(policy.value for policy in WritePolicy),
     )
+    schedules: Path | None = option(
+        "Folder of schedules, as `nanoflow tune` measured them on this kind of GPU.",
+        default=None,
+        unset="one operator after the other",
+    )
     nano_batches: int = option(
         "Nano-batches that each iteration is split into; 1 is sequential.",
         default=default_of(WorkerConfig, "nano_batches"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from autosearch.schedule_store import INDEX
 from autosearch.specs import ModelSpec
 from control_plane.config import EngineConfig
 from control_plane.instance import LocalInstance
@@ -68,6 +69,7 @@ def worker_config(engine: EngineConfig) -> WorkerConfig:
         expected_input_len=engine.expected_input_len,
         expected_output_len=engine.expected_output_len,
         nano_batches=engine.nano_batches,
+        schedule_files=_schedule_files(engine.schedules),
         seed=engine.seed,
         num_threads=engine.num_threads,
     )
@@ -137,6 +139,16 @@ def _store_address(engine: EngineConfig) -> str | None:
 def _absolute(path: Path | None) -> Path | None:
     """Ranks need not run in this folder."""
     return None if path is None else path.absolute()
+
+
+def _schedule_files(folder: Path | None) -> tuple[Path, ...]:
+    """All schedules of a folder. Raises ConfigError where it has none."""
+    if folder is None:
+        return ()
+    files = tuple(sorted(path.absolute() for path in folder.glob("*.json") if path.name != INDEX))
+    if not files:
+        raise ConfigError(f"schedules={folder}: no schedule lies there; `nanoflow tune` makes them")
+    return files
 
 
 def _or(value: int | None, default: int) -> int:

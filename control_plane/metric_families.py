@@ -62,6 +62,8 @@ COUNTERS = {
     "num_preemptions": "Times that a running request lost its pages to others.",
     "num_preemptions_moved": "Of these, those whose KV moved to the KV store; that of the others is computed again.",
     "iterations": "Iterations.",
+    "iterations_overlapped": "Of these, those that ran by a schedule other than the sequential one.",
+    "iterations_unmeasured": "Of these, those unlike all batches that --schedules were measured on.",
     "late_plans": "Iterations whose plan came after the device had become idle.",
     "wasted_tokens": "Token rows computed for requests that had already ended.",
 }

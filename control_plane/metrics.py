@@ -214,6 +214,8 @@ def _count_step(metrics: InstanceMetrics, stats: StepStats) -> None:
         metrics.observe("dense_batch_fill_ratio", fill)
         metrics.observe("iteration_tokens_total", stats.num_tokens)
     metrics.inc("iterations")
+    metrics.inc("iterations_overlapped", int(stats.overlapped))
+    metrics.inc("iterations_unmeasured", int(stats.unmeasured))
     metrics.inc("late_plans", int(stats.late))
     metrics.inc("wasted_tokens", stats.num_wasted_tokens)
     metrics.inc("num_preemptions", stats.num_preemptions)

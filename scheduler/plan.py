@@ -149,6 +149,8 @@ class StepResult:
     idle_s: float  # the device waited this long for the plan after its last step ended; 0 for the first
     run_s: float  # from the step's start to its end on the device
     moves: tuple[KVMoveResult, ...] = ()  # of this plan's or earlier ones' moves: those that have ended since
+    overlapped: bool = False  # it ran by a schedule other than the sequential one
+    unmeasured: bool = False  # there are measured schedules, and none for batches like it
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ class StepStats:
     cpu_hits: int = 0  # of prefix_queries, loaded from the KV store's CPU tier
     ssd_hits: int = 0  # of prefix_queries, loaded from the KV store's SSD tier
     moves: MoveCounts = MoveCounts()
+    overlapped: bool = False  # StepResult.overlapped
+    unmeasured: bool = False  # StepResult.unmeasured
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,4 +40,6 @@ class UnfinishedStep:
             cpu_hits=draft.cpu_hits,
             ssd_hits=draft.ssd_hits,
             moves=moves,
+            overlapped=result.overlapped,
+            unmeasured=result.unmeasured,
         )

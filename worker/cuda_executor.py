@@ -57,6 +57,7 @@ class CudaExecutor:
         self._loaded: LoadedModel | None = load_model(config, progress)
         self.spec, self.dtype, limits = self._loaded.spec, self._loaded.dtype, self._loaded.limits
         self._capacity, self._memory = self._loaded.capacity, self._loaded.memory
+        self._choice = self._loaded.choice
         self._device = torch.device(config.device)
         self._cuda = self._device.type == "cuda"
         self._mover: PageMover | None = None
@@ -84,16 +85,18 @@ class CudaExecutor:
         if self._mover is not None:
             self._mover.start(plan.moves)
         self._num_submitted += 1
+        key, unmeasured = self._key(plan)
         with torch.inference_mode():
-            packed = self._slots.pack(plan, stage.view)
+            packed = self._slots.pack(plan, stage.view, self.model.cuts(key))
             if self._mover is not None and not len(plan.slots):
                 cells = plan.page_slots.astype(np.int64) * self._slots.limits.pages_per_slot + plan.page_indexes
                 self._set_pages(cells, plan.page_ids)
                 self._last = None
                 return MovesStep(plan.step, self._mover)
-            self._queue(plan, packed, stage)
+            stage.key = key
+            self._queue(packed, stage)
         self._last = stage
-        return CudaStep(plan.step, packed, stage, before, self._cuda, self._mover)
+        return CudaStep(plan.step, packed, stage, before, self._cuda, self._mover, bool(key.schedule), unmeasured)
 
     def close(self) -> None:
         """Wait for the device and free everything. Idempotent."""
@@ -130,13 +133,21 @@ class CudaExecutor:
             key = snapshot.key if rows is None else graph_key(rows, snapshot.key.has_prefill)
             return self.model.capture_parts(key, parts).replay
 
-    def _queue(self, plan: IterationPlan, packed: Packed, stage: _Stage) -> None:
+    def _key(self, plan: IterationPlan) -> tuple[GraphKey, bool]:
+        """The graph to run, and whether no schedule was measured for batches like it although some were."""
+        rows, decodes = self._capacity.buckets[plan.bucket].batch_tokens, plan.num_decodes
+        sequential = graph_key(rows, len(plan.slots) > decodes)
+        if self._choice is None:
+            return sequential, False
+        choice = self._choice.choose(rows, decodes, int(plan.starts[:decodes].sum()) + decodes)
+        return GraphKey(rows, True, choice.name) if choice.name else sequential, not choice.is_known
+
+    def _queue(self, packed: Packed, stage: _Stage) -> None:
         model = self.model
         model.view.block.copy_(stage.view.block, non_blocking=True)
         self._set_pages(packed.extra_cells, packed.extra_pages)
         if self._cuda:
             stage.begin.record()
-        stage.key = graph_key(self._capacity.buckets[plan.bucket].batch_tokens, packed.has_prefill)
         model.run(stage.key)
         self._sample(packed)
         if self._cuda:
@@ -168,6 +179,8 @@ class CudaStep:
     before: _Stage | None
     cuda: bool
     mover: PageMover | None
+    overlapped: bool
+    unmeasured: bool
 
     def done(self) -> bool:
         """Whether result() would return at once."""
@@ -185,7 +198,8 @@ class CudaStep:
         sampled = self.stage.sampled.numpy()[: len(slots)].copy()
         faults = tuple(SlotFault(int(slot), "the model's logits are not finite") for slot in slots[sampled < 0])
         moves = () if self.mover is None else self.mover.take_ended()
-        return StepResult(self.step, np.maximum(sampled, 0), faults, idle_s, run_s, moves)
+        sampled = np.maximum(sampled, 0)
+        return StepResult(self.step, sampled, faults, idle_s, run_s, moves, self.overlapped, self.unmeasured)
 
     def _wait(self, timeout_s: float | None) -> None:
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -13,18 +13,22 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autosearch.decode_beside import ATTENTION
+from autosearch.operators import layer_operators
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, nanobatch_only
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
 from worker.cuda_model import CudaModel, GraphKey, parameter_bytes, unsupported
-from worker.device_batch import RANDOM_ROWS, BatchLimits
+from worker.device_batch import MAX_RANGES, RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError
 from worker.kernel_set import KernelSet, ReferenceKernels, TritonKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
 from worker.page_copy_cuda import take_staging
+from worker.schedule_choice import ScheduleChoice
 from worker.sharding import shard
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
 
@@ -48,6 +52,7 @@ class LoadedModel:
     cache: KVCache
     staging: torch.Tensor | None  # for pages on their way to and from a KV store (page_copy_cuda)
     memory: DeviceMemory | None  # None without a GPU
+    choice: ScheduleChoice | None  # None where all iterations are sequential
 
 
 def load_model(config: WorkerConfig, progress: Progress, batch_sizes: Sequence[int] = ()) -> LoadedModel:
@@ -86,7 +91,9 @@ class _Loader:
         if self._cuda and config.kv_store is not None and importlib.util.find_spec("cupy") is None:
             raise CapacityError("--kv-store on a GPU needs CuPy: pip install cupy-cuda13x, or the one of your CUDA")
         self._dtype = _DTYPES[config.dtype]
-        self._buckets = tuple(batch_sizes) or _batch_sizes(config.max_batch_tokens)
+        self._schedules = read_schedules(config, spec)
+        planned = {schedule.batch_tokens for schedule in self._schedules}
+        self._buckets = tuple(sorted({*(batch_sizes or _batch_sizes(config.max_batch_tokens)), *planned}))
         self._max_len = min(config.max_model_len or spec.max_position, spec.max_position)
         group = spec.num_heads // spec.num_kv_heads
         self._limits = BatchLimits(
@@ -114,10 +121,11 @@ class _Loader:
             group = spec.num_heads // spec.num_kv_heads
             kernels = TritonKernels(device, spec.num_kv_heads, group, spec.head_dim, self._limits.max_partials)
         self._model = CudaModel(spec, weights, self._limits, kernels, self._max_len, device)
+        self._model.use_schedules(self._schedules)
         if self._cuda and config.kv_store is not None:
             self._staging = take_staging(self._page_bytes, device)
         if self._cuda:
-            self._warm_up(self._buckets, self._progress)
+            self._warm_up(_graph_keys(self._buckets, self._schedules), self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
         cache = KVCache(self._shape(num_pages), self._dtype, device)
         self._model.use_cache(cache)
@@ -132,13 +140,22 @@ class _Loader:
             buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(self._buckets)),
         )
         self._progress("ready", 1.0)
-        return LoadedModel(spec, self._model, self._limits, capacity, self._dtype, cache, self._staging, self._memory)
+        return LoadedModel(
+            spec,
+            self._model,
+            self._limits,
+            capacity,
+            self._dtype,
+            cache,
+            self._staging,
+            self._memory,
+            ScheduleChoice(self._schedules) if self._schedules else None,
+        )
 
-    def _warm_up(self, buckets: Sequence[int], progress: Progress) -> None:
+    def _warm_up(self, keys: Sequence[GraphKey], progress: Progress) -> None:
         """Compile and choose all kernels, the largest batch first, on one page of cache."""
         self._model.use_cache(KVCache(self._shape(1), self._dtype, self._device))
         torch.cuda.reset_peak_memory_stats()
-        keys = _graph_keys(buckets)
         for number, key in enumerate(keys):
             progress("compiling kernels", number / len(keys))
             self._model.run(key)
@@ -155,11 +172,12 @@ class _Loader:
         kv_tokens, most = num_pages * config.page_size, self._buckets[-1]
         fitted = fitted_batch_tokens(kv_tokens, config.expected_input_len, config.expected_output_len, most)
         if fitted not in self._buckets and self._cuda:
-            self._warm_up([fitted], lambda what, share: None)
+            self._warm_up(_graph_keys([fitted]), lambda what, share: None)
         self._buckets = (*(rows for rows in self._buckets if rows < fitted), fitted)
+        self._schedules = tuple(schedule for schedule in self._schedules if schedule.batch_tokens <= fitted)
 
     def _capture(self) -> None:
-        keys, pool = _graph_keys(self._buckets), torch.cuda.graph_pool_handle()
+        keys, pool = _graph_keys(self._buckets, self._schedules), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
         for number, key in enumerate(keys):
             self._progress("capturing graphs", number / len(keys))
@@ -207,7 +225,7 @@ class _Loader:
             staging=staging,
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
-            graphs=len(_graph_keys(self._buckets)) * _GRAPH_BYTES,
+            graphs=len(_graph_keys(self._buckets, self._schedules)) * _GRAPH_BYTES,
         )
 
 
@@ -215,13 +233,31 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
     """Raises CapacityError for what cannot run on a GPU, whether there is one here or not."""
     if (reason := unsupported(spec)) or config.tensor_parallel_size != 1:
         raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
-    if config.nano_batches != 1 or config.schedule_files:
-        raise CapacityError("a GPU runs the sequential schedule only, so far: leave --nano-batches at 1")
+    schedules = read_schedules(config, spec)
+    largest = max((schedule.batch_tokens for schedule in schedules), default=0)
+    if largest > config.max_batch_tokens:
+        raise CapacityError(
+            f"a schedule is for {largest} rows: raise --max-num-batched-tokens from {config.max_batch_tokens}"
+        )
     known = [name for name, dtype in _DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
     if config.dtype not in known:
         raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise CapacityError(f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}")
+
+
+def read_schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
+    """The schedules to hold beside the sequential ones. Raises InvalidScheduleError."""
+    operators = layer_operators(spec)
+    schedules = [PipelineSchedule.from_file(path) for path in config.schedule_files]
+    if config.nano_batches > 1:
+        rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > _NO_PREFILL_ROWS]
+        schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
+    for schedule in schedules:
+        schedule.validate(operators)
+        if max(len(schedule.ranges(name)) for name in ATTENTION) > MAX_RANGES:
+            raise InvalidScheduleError(f"{schedule.name}: attention on more than {MAX_RANGES} ranges of rows")
+    return tuple(schedules)
 
 
 def _batch_sizes(max_batch_tokens: int) -> tuple[int, ...]:
@@ -239,7 +275,9 @@ def graph_key(rows: int, has_prefill: bool) -> GraphKey:
     return GraphKey(rows, has_prefill or rows > _NO_PREFILL_ROWS)
 
 
-def _graph_keys(buckets: Sequence[int]) -> list[GraphKey]:
+def _graph_keys(buckets: Sequence[int], schedules: Sequence[PipelineSchedule] = ()) -> list[GraphKey]:
     """All graphs of these batch sizes, largest first."""
     sizes = sorted(buckets, reverse=True)
-    return list(dict.fromkeys(graph_key(rows, prefill) for rows in sizes for prefill in (True, False)))
+    keys = [graph_key(rows, prefill) for rows in sizes for prefill in (True, False)]
+    keys += [GraphKey(schedule.batch_tokens, True, schedule.name) for schedule in schedules]
+    return sorted(dict.fromkeys(keys), key=lambda key: -key.rows)

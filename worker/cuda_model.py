@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autosearch.decode_beside import ATTENTION
 from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
@@ -25,8 +26,6 @@ from worker.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD
 from worker.models.rope import cos_sin_tables
 from worker.streams import CudaStreams, LaneOrder, OneStream, Streams
 from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS
-
-_DRAWING = frozenset({"decode_attention", "prefill_attention"})  # operators that draw their work by tickets
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +90,7 @@ class CudaModel:
         self._tickets = torch.zeros(spec.num_layers, 2, MAX_RANGES, dtype=torch.int32, device=device)
         self._cache: KVCache | None = None
         self._schedules: dict[str, PipelineSchedule] = {}
+        self._cuts: dict[str, AttentionCuts] = {}
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
         self._streams: Streams = OneStream()
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
@@ -111,12 +111,12 @@ class CudaModel:
                     self._streams = CudaStreams(self._device)
                 self._streams.prepare(order.partitions)
             self._schedules[schedule.name] = schedule
+            ends = (tuple(end for _, end in schedule.ranges(name)) for name in ATTENTION)
+            self._cuts[schedule.name] = AttentionCuts(*(part if len(part) > 1 else () for part in ends))
 
     def cuts(self, key: GraphKey) -> AttentionCuts:
         """Where the key's schedule cuts the rows of attention."""
-        schedule = self.schedule(key)
-        ends = [tuple(end for _, end in schedule.ranges(f"{kind}_attention")) for kind in ("decode", "prefill")]
-        return AttentionCuts(*(part if len(part) > 1 else () for part in ends))
+        return self._cuts[key.schedule] if key.schedule else AttentionCuts()
 
     def operators(self, has_prefill: bool) -> dict[str, LayerOperator[_Rows]]:
         """The layer's operators, named as in autosearch.operators."""
@@ -206,7 +206,7 @@ class CudaModel:
         view, rows = self.view, key.rows
         samples = min(rows, self.limits.slots)
         self.page_table.view(-1)[view["table_cells"].long()] = view["table_pages"]
-        if parts is None or not _DRAWING.isdisjoint(parts):
+        if parts is None or not set(ATTENTION).isdisjoint(parts):
             self._tickets.zero_()
         if parts is None or "embed" in parts:
             table = self._weights[EMBEDDING]
@@ -226,7 +226,7 @@ class CudaModel:
         self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[_Rows]], num_layers: int
     ) -> None:
         order = LaneOrder(schedule, layer_operators(self.spec), self._num_sms)
-        numbers = {name: schedule.ranges(name) for name in ("decode_attention", "prefill_attention")}
+        numbers = {name: schedule.ranges(name) for name in ATTENTION}
 
         def launch(layer: int, index: int) -> None:
             operation = schedule.operations[index]

@@ -109,7 +109,6 @@ class Packed:
 
     sample_slots: Int32  # [samples]
     num_random: int  # samples that are drawn with noise
-    has_prefill: bool
     extra_cells: Int32  # page table changes that did not fit into the block
     extra_pages: Int32
 
@@ -152,7 +151,6 @@ class HostSlots:
         return Packed(
             slots,
             num_random,
-            len(plan.slots) > plan.num_decodes,
             cells[fits:],
             plan.page_ids[fits:],
         )

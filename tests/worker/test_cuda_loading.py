@@ -40,7 +40,6 @@ def test_each_batch_finds_its_graph_and_there_are_few():
     [
         ({"dtype": "float32"}, "dtype"),
         ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
-        ({"nano_batches": 2}, "nano-batches"),
         ({"max_model_len": 9999}, "max_model_len"),
     ],
 )
