@@ -119,7 +119,7 @@ def pack_steady(model: CudaModel, plan: IterationPlan, cuts: AttentionCuts = _NO
         torch.from_numpy(cells).to(device),
         torch.from_numpy(plan.page_ids).to(device),
         len(packed.sample_slots),
-        packed.has_prefill,
+        len(plan.slots) > plan.num_decodes,
     )
 
 
