@@ -15,6 +15,9 @@ from autosearch.pipeline import NanoOperation, PipelineSchedule
 
 ATTENTION = ("decode_attention", "prefill_attention")
 GEMM_LANE, ATTENTION_LANE = 0, 1
+ROW_STEP = 128  # rows of a GEMM tile
+SM_STEP = 8  # the smallest partition on Hopper
+SHARED_KERNEL = "cuda"  # decode attention that needs the fewest SMs for its bytes (docs/results.md)
 
 
 def decode_beside(
@@ -52,3 +55,22 @@ def decode_beside(
     ]
     name = f"decode-beside-{batch_tokens}-{split}-{attention_share:.3f}-{num_beside}"
     return PipelineSchedule(name, batch_tokens, tuple(operations))
+
+
+def candidates(
+    operators: Sequence[Operator], batch_tokens: int, num_decodes: int, num_sms: int
+) -> list[PipelineSchedule]:
+    """What is worth measuring for a batch with so many decodes: SMs for attention, operators beside it, the cut.
+
+    Empty where there are no decodes, or no whole tile of other rows to run beside them.
+    """
+    cut = -(-num_decodes // ROW_STEP) * ROW_STEP
+    num_after = len(operators) - 1 - [operator.name for operator in operators].index(ATTENTION[-1])
+    # All operators beside attention but the last; all of them; the same with a tile of rows less beside it.
+    kinds = ((cut, num_after - 1), (cut, num_after), (cut + ROW_STEP, num_after - 1))
+    return [
+        decode_beside(operators, batch_tokens, split, sms / num_sms, num_beside, SHARED_KERNEL)
+        for split, num_beside in kinds
+        if num_decodes > 0 and split < batch_tokens
+        for sms in range(4 * SM_STEP, num_sms - 5 * SM_STEP, SM_STEP)
+    ]

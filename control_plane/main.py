@@ -130,6 +130,31 @@ def doctor(
     raise typer.Exit(checks.exit_code(findings))
 
 
+@app.command()
+@configured(ALL_GROUPS)
+def tune(
+    engine: EngineConfig,
+    log: LogConfig,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the schedules go, for --schedules.")],
+    batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Batch sizes to measure.")] = "2048",
+    decode_shares: Annotated[str, typer.Option(metavar="X,X", help="Shares of their rows that decode.")] = "0.5",
+    mean_contexts: Annotated[str, typer.Option(metavar="N,N", help="Mean KV tokens of a decode.")] = "768",
+    prompt_len: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prefill chunk.")] = 512,
+    candidates: Annotated[
+        list[Path] | None, typer.Option(metavar="PATH", help="Schedules to measure too: a file or a folder.")
+    ] = None,
+) -> None:
+    """Measure schedules on this machine's GPU and keep the fastest of each batch."""
+    from control_plane import tune_command
+    from control_plane.planning_options import numbers
+
+    _set_up_logging(log)
+    tune_command.check(engine)
+    sizes, shares, contexts = numbers(batch_sizes, int), numbers(decode_shares, float), numbers(mean_contexts, int)
+    batches = tune_command.Batches(tuple(sizes), tuple(shares), tuple(contexts), prompt_len)
+    tune_command.run(engine, batches, out, candidates or ())
+
+
 @bench_app.command()
 @configured(ALL_GROUPS)
 def throughput(

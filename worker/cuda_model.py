@@ -91,7 +91,7 @@ class CudaModel:
         self._cache: KVCache | None = None
         self._schedules: dict[str, PipelineSchedule] = {}
         self._cuts: dict[str, AttentionCuts] = {}
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
+        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
         self._streams: Streams = OneStream()
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
@@ -105,7 +105,7 @@ class CudaModel:
         operators = layer_operators(self.spec)
         for schedule in schedules:
             schedule.validate(operators)
-            order = LaneOrder(schedule, operators, self._num_sms)
+            order = LaneOrder(schedule, operators, self.num_sms)
             if self._device.type == "cuda" and order.partitions:
                 if not isinstance(self._streams, CudaStreams):
                     self._streams = CudaStreams(self._device)
@@ -225,7 +225,7 @@ class CudaModel:
     def _run_layers(
         self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[_Rows]], num_layers: int
     ) -> None:
-        order = LaneOrder(schedule, layer_operators(self.spec), self._num_sms)
+        order = LaneOrder(schedule, layer_operators(self.spec), self.num_sms)
         numbers = {name: schedule.ranges(name) for name in ATTENTION}
 
         def launch(layer: int, index: int) -> None:

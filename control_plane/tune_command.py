@@ -1,0 +1,159 @@
+"""`nanoflow tune`: measures schedules on this machine's GPU and writes the fastest of each batch for --schedules.
+
+A batch is a size, a share of decodes and a mean context. Prints the candidates as they are measured, then a table, and
+ends in one JSON line. Knows nothing of how schedules are run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosearch.decode_beside import candidates
+from autosearch.operators import layer_operators
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
+from autosearch.schedule_store import INDEX
+from control_plane.bench.gpu_meter import GpuMeter
+from control_plane.config import EngineConfig
+from control_plane.engine import device_of, single_rank_config
+from control_plane.options import ConfigError
+from control_plane.progress import ProgressLine
+from worker.cuda_loading import LoadedModel, load_model
+from worker.schedule_bench import ScheduleBench
+from worker.steady_batch import SteadyBatchError, SteadyMix, fill_pages, steady_plan
+from worker.tuner import Effort, Tuned, tune
+
+
+_EFFORT = Effort()
+
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """What is measured: every size with every share and context."""
+
+    sizes: tuple[int, ...]
+    decode_shares: tuple[float, ...]
+    mean_contexts: tuple[int, ...]
+    prompt_len: int
+
+    def mixes(self) -> Iterator[SteadyMix]:
+        """Raises ConfigError for numbers that no batch has."""
+        if not all(0 < share < 1 for share in self.decode_shares) or min(*self.sizes, *self.mean_contexts) < 1:
+            raise ConfigError("batch sizes and contexts must be at least 1, decode shares between 0 and 1")
+        for size in self.sizes:
+            for share in self.decode_shares:
+                for context in self.mean_contexts:
+                    yield SteadyMix(size, round(share * size), context, self.prompt_len)
+
+
+def run(
+    engine: EngineConfig, batches: Batches, out: Path, proposed: Sequence[Path] = (), effort: Effort = _EFFORT
+) -> dict[str, Any]:
+    """Measure and write; what was found, also printed as one JSON line.
+
+    proposed: schedules to measure beside the built-in family. Raises ConfigError, and what the worker raises for a
+    model that it cannot load.
+    """
+    mixes, began = list(batches.mixes()), time.perf_counter()
+    loaded = _load(engine, batches.sizes)
+    meter = GpuMeter() if loaded.model.view.block.is_cuda else None
+    gpu = torch.cuda.get_device_name() if meter else "cpu"
+    fill_pages(loaded.cache)
+    out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for mix in mixes:
+        _say(f"batch of {mix.rows} rows, {mix.num_decodes} of them decodes with {mix.mean_context} tokens each")
+        tuned = _tune_one(loaded, mix, list(_read(proposed, mix.rows)), meter, effort)
+        name = f"measured-{mix.rows}-{mix.num_decodes}-{mix.mean_context}"
+        best = replace(tuned.best, name=name, model=engine.model.resolve().name, gpu=gpu)
+        (out / f"{name}.json").write_text(best.to_json() + "\n", encoding="utf-8")
+        found.append(_report(mix, tuned))
+        _show(tuned)
+    result = {
+        "command": "tune",
+        "model": engine.model.resolve().name,
+        "gpu": gpu,
+        "out": str(out),
+        "seconds": round(time.perf_counter() - began, 1),
+        "batches": found,
+    }
+    print(json.dumps(result), flush=True)
+    return result
+
+
+def _load(engine: EngineConfig, sizes: tuple[int, ...]) -> LoadedModel:
+    config = replace(single_rank_config(engine), max_batch_tokens=max(sizes), schedule_files=(), nano_batches=1)
+    line = ProgressLine()
+    try:
+        return load_model(config, line.share, sorted(set(sizes)))
+    finally:
+        line.done()
+
+
+def _tune_one(
+    loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedule], meter: GpuMeter | None, effort: Effort
+) -> Tuned:
+    spec, model = loaded.spec, loaded.model
+    operators = layer_operators(spec)
+    try:
+        plan = steady_plan(loaded.limits, mix, num_pages=loaded.capacity.num_pages, vocab_size=spec.vocab_size)
+    except SteadyBatchError as error:
+        raise ConfigError(str(error)) from None
+    bench = ScheduleBench(model, plan, meter.joules if meter else lambda: 0.0)
+    pool = [*candidates(operators, mix.rows, mix.num_decodes, model.num_sms), *proposed]
+    return tune(bench, sequential(operators, mix.rows), pool, mix.workload, spec.num_layers, effort, _say)
+
+
+def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:
+    """Schedules of this batch size; folders are searched. Raises ConfigError."""
+    for path in proposed:
+        files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        for file in files:
+            if file.name == INDEX:
+                continue
+            try:
+                schedule = PipelineSchedule.from_file(file)
+            except (OSError, InvalidScheduleError) as error:
+                raise ConfigError(f"candidates={file}: {error}") from None
+            if schedule.batch_tokens == rows:
+                yield schedule
+
+
+def _report(mix: SteadyMix, tuned: Tuned) -> dict[str, Any]:
+    return {
+        **asdict(mix),
+        "best": tuned.finalists[0].schedule.name,
+        "gain": round(tuned.gain, 4),
+        "finalists": {
+            one.schedule.name: {"ms": [round(ms, 3) for ms in one.ms], "joules": round(one.joules, 3)}
+            for one in tuned.finalists
+        },
+        "screened": {name: round(ms, 3) for name, ms in tuned.screened},
+    }
+
+
+def _show(tuned: Tuned) -> None:
+    baseline = tuned.sequential.median_ms
+    _say(f"  {'finalist':<44}{'least':>9}{'median':>9}{'most':>9} ms {'gain':>7}{'joules':>9}")
+    for one in tuned.finalists:
+        times = f"{min(one.ms):>9.2f}{one.median_ms:>9.2f}{max(one.ms):>9.2f}"
+        _say(f"  {one.schedule.name:<44}{times}    {baseline / one.median_ms:>7.3f}{one.joules:>9.2f}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def check(engine: EngineConfig) -> None:
+    """Raises ConfigError where there is nothing to measure."""
+    if device_of(engine) != "cuda":
+        raise ConfigError(
+            "there is no CUDA GPU here, and schedules are measured for a GPU: `nanoflow doctor` says more"
+        )

@@ -1,0 +1,91 @@
+"""`nanoflow tune` on a small model, step by step on the CPU: what is measured, written and served from it."""
+
+import json
+
+import pytest
+
+from autosearch.decode_beside import decode_beside
+from autosearch.operators import layer_operators
+from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.specs import ModelSpec
+from control_plane.config import EngineConfig
+from control_plane.engine import worker_config
+from control_plane.options import ConfigError
+from control_plane.tune_command import Batches, check, run
+from worker.cuda_loading import load_model
+from worker.schedule_bench import ScheduleBench
+from worker.steady_batch import SteadyMix, fill_pages, steady_plan
+from worker.tuner import Effort
+
+QUICK = Effort(0, 0, num_finalists=2, settle_s=0, measure_s=0, num_repeats=2)
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 99,
+    "max_position_embeddings": 256,
+}
+
+
+@pytest.fixture
+def engine(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SHAPE))
+    return EngineConfig(folder, device="cpu", load_format="dummy", max_num_seqs=200)
+
+
+def test_the_fastest_of_each_batch_is_written_with_its_figures(engine, tmp_path, capsys):
+    operators = layer_operators(ModelSpec.from_folder(engine.model))
+    proposed = tmp_path / "proposed"
+    proposed.mkdir()
+    (proposed / "mine.json").write_text(decode_beside(operators, 256, 128, 0.5, 1).to_json())
+    (proposed / "other size.json").write_text(sequential(operators, 64).to_json())
+    batches = Batches((256,), (0.25, 0.45), (24,), 32)
+    result = run(engine, batches, tmp_path / "out", [proposed], QUICK)
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    files = sorted((tmp_path / "out").glob("*.json"))
+    assert [file.name for file in files] == ["measured-256-115-24.json", "measured-256-64-24.json"]
+    for file, batch in zip(files, (result["batches"][1], result["batches"][0])):
+        schedule = PipelineSchedule.from_file(file)
+        assert schedule.measured is not None
+        assert schedule.decode_share == batch["num_decodes"] / 256
+        assert schedule.gpu == "cpu"
+        assert set(batch["finalists"]) <= {"sequential-256", *batch["screened"]}
+        assert "decode-beside-256-128-0.500-1" in batch["screened"]
+
+
+def test_all_candidates_sample_the_same_tokens(engine):
+    loaded = load_model(worker_config(engine), lambda what, share: None, [256])
+    fill_pages(loaded.cache)
+    plan = steady_plan(loaded.limits, SteadyMix(256, 100, 24, 32), num_pages=loaded.capacity.num_pages, vocab_size=99)
+    bench, operators = ScheduleBench(loaded.model, plan), layer_operators(loaded.spec)
+    expected = bench.tokens(sequential(operators, 256))
+    assert len(set(expected)) > 3
+    for cut in (64, 128):
+        assert bench.tokens(decode_beside(operators, 256, cut, 0.5)) == expected
+
+
+@pytest.mark.parametrize("batches", [Batches((0,), (0.5,), (24,), 8), Batches((256,), (1.5,), (24,), 8)])
+def test_batches_that_cannot_be_are_refused(engine, tmp_path, batches):
+    with pytest.raises(ConfigError, match="decode shares between 0 and 1"):
+        run(engine, batches, tmp_path, effort=QUICK)
+
+
+def test_batches_that_do_not_fit_are_refused(engine, tmp_path):
+    with pytest.raises(ConfigError, match="lower"):
+        run(engine, Batches((256,), (0.5,), (5000,), 8), tmp_path, effort=QUICK)
+
+
+def test_a_broken_candidate_is_named(engine, tmp_path):
+    (tmp_path / "broken.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"broken\.json"):
+        run(engine, Batches((256,), (0.5,), (24,), 8), tmp_path / "out", [tmp_path / "broken.json"], QUICK)
+
+
+def test_without_a_gpu_the_command_says_so(engine):
+    with pytest.raises(ConfigError, match="no CUDA GPU"):
+        check(engine)

@@ -1,0 +1,78 @@
+"""The tuner on a bench whose times are made up: noise, drift, and candidates that are worse than nothing."""
+
+import random
+
+import pytest
+
+from autosearch.catalog import find_model
+from autosearch.decode_beside import candidates, decode_beside
+from autosearch.operators import layer_operators
+from autosearch.pipeline import sequential
+from autosearch.workload import Workload
+from worker.schedule_choice import ScheduleChoice
+from worker.tuner import Effort, Reading, measure_in_turns, tune
+
+OPERATORS = layer_operators(find_model("llama-3-8b").spec)
+WORK = Workload(2048, 1024.0, 1024 * 768.0, 1024 * 512.0)
+SEQUENTIAL = sequential(OPERATORS, 2048)
+FAMILY = [decode_beside(OPERATORS, 2048, 1024, share) for share in (0.25, 0.4, 0.5, 0.6, 0.75)]
+
+
+class FakeBench:
+    """True milliseconds by name, with noise and a card that gets slower as it warms up."""
+
+    def __init__(self, ms: dict[str, float], noise: float = 0.004, drift: float = 0.0) -> None:
+        self._ms, self._noise, self._drift = ms, noise, drift
+        self._draw = random.Random(0)
+        self.runs: list[str] = []
+
+    def run(self, schedule, settle_s, seconds):
+        self.runs.append(schedule.name)
+        slower = 1 + self._drift * len(self.runs)
+        return Reading(self._ms[schedule.name] * slower * (1 + self._draw.gauss(0, self._noise)), 45.0)
+
+
+def times(best: float) -> dict[str, float]:
+    """The third of the family takes `best`, the others are slower and slower; sequential takes 70."""
+    return {SEQUENTIAL.name: 70.0} | {s.name: best + 2 * abs(i - 2) for i, s in enumerate(FAMILY)}
+
+
+def test_the_fastest_is_kept_with_its_figures():
+    tuned = tune(FakeBench(times(67.0)), SEQUENTIAL, FAMILY, WORK, 32)
+    assert tuned.best.name == FAMILY[2].name
+    assert tuned.best.measured.tokens_per_s_per_gpu == pytest.approx(2048 / 67e-3, rel=0.01)
+    assert tuned.best.measured.sequential_tokens_per_s_per_gpu == pytest.approx(2048 / 70e-3, rel=0.01)
+    assert tuned.best.measured.layer_us == pytest.approx(67e3 / 32, rel=0.01)
+    assert tuned.gain == pytest.approx(70 / 67, rel=0.01)
+    assert tuned.best.planned_for == WORK
+    assert ScheduleChoice([tuned.best]).choose(2048, 1000, 760_000).name == FAMILY[2].name
+
+
+def test_what_is_not_faster_than_the_sequential_schedule_is_not_kept():
+    tuned = tune(FakeBench(times(73.0)), SEQUENTIAL, FAMILY, WORK, 32)
+    assert tuned.best.name == SEQUENTIAL.name
+    assert tuned.gain == 1
+    choice = ScheduleChoice([tuned.best]).choose(2048, 1000, 760_000)
+    assert choice.is_known
+    assert choice.name == ""
+
+
+def test_a_card_that_slows_down_on_the_way_harms_all_alike():
+    bench = FakeBench({"a": 50.0, "b": 50.0, "c": 50.0}, noise=0.0, drift=0.01)
+    named = [type(SEQUENTIAL)(name, 2048, SEQUENTIAL.operations) for name in "abc"]
+    measured = measure_in_turns(bench, named, Effort(num_repeats=4))
+    assert bench.runs == list("abccbaabccba")
+    assert len({round(sum(one.ms), 6) for one in measured}) == 1
+
+
+def test_candidates_for_a_batch_are_valid_and_their_cut_is_whole_tiles():
+    found = candidates(OPERATORS, 2048, num_decodes=1016, num_sms=132)
+    assert 10 < len(found) < 40
+    assert len({schedule.name for schedule in found}) == len(found)
+    for schedule in found:
+        schedule.validate(OPERATORS)
+        cut = schedule.ranges("decode_attention")[0][1]
+        assert cut % 128 == 0
+        assert cut >= 1016
+    assert candidates(OPERATORS, 2048, num_decodes=2048, num_sms=132) == []  # nothing to run beside attention
+    assert candidates(OPERATORS, 2048, num_decodes=0, num_sms=132) == []

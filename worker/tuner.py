@@ -1,0 +1,120 @@
+"""Runs candidate schedules on the device, in turns, and keeps the fastest: a search proposes, a measurement decides.
+
+First every candidate runs for a moment, to drop those that are clearly behind; then the best few and the sequential
+schedule run again and again, there and back (A B C C B A …), long enough for power to settle. A candidate that does
+not beat the sequential schedule is not kept. Knows nothing of where candidates come from or how they are run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from autosearch.pipeline import Figures, PipelineSchedule
+from autosearch.workload import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One schedule, run for a while."""
+
+    ms: float  # of one iteration
+    joules: float  # of one iteration
+
+
+class Bench(Protocol):
+    """Runs whole iterations of one batch by a schedule."""
+
+    def run(self, schedule: PipelineSchedule, settle_s: float, seconds: float) -> Reading:
+        """Over and over: settle_s unmeasured, then at least `seconds` measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long is measured."""
+
+    screen_settle_s: float = 0.2
+    screen_s: float = 0.3
+    num_finalists: int = 4
+    settle_s: float = 0.6
+    measure_s: float = 1.4
+    num_repeats: int = 4  # of each finalist, half of them on the way back
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A finalist's readings."""
+
+    schedule: PipelineSchedule
+    ms: tuple[float, ...]  # of all repeats
+    joules: float  # of one iteration, mean
+
+    @property
+    def median_ms(self) -> float:
+        """What counts."""
+        return statistics.median(self.ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What came of one batch."""
+
+    best: PipelineSchedule  # with its figures; the sequential one where nothing beat it
+    finalists: tuple[Measured, ...]  # the fastest first
+    sequential: Measured
+    screened: tuple[tuple[str, float], ...]  # all candidates by name with their first milliseconds
+
+    @property
+    def gain(self) -> float:
+        """The best one's speed over the sequential one's."""
+        return self.sequential.median_ms / self.finalists[0].median_ms
+
+
+def tune(
+    bench: Bench,
+    sequential: PipelineSchedule,
+    candidates: Iterable[PipelineSchedule],
+    workload: Workload,
+    num_layers: int,
+    effort: Effort = Effort(),
+    say: Callable[[str], None] = lambda line: None,
+) -> Tuned:
+    """Measure candidates for one batch. What comes back is planned for that batch."""
+    pool = {schedule.name: schedule for schedule in candidates}
+    bench.run(sequential, effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
+    screened: dict[str, float] = {}
+    for name, schedule in pool.items():
+        screened[name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
+        say(f"{name}: {screened[name]:.2f} ms")
+    names = sorted(screened, key=screened.__getitem__)[: effort.num_finalists]
+    finalists = measure_in_turns(bench, [sequential, *(pool[name] for name in names)], effort)
+    baseline, ranked = finalists[0], tuple(sorted(finalists, key=lambda measured: measured.median_ms))
+    best = ranked[0]
+    seconds, sequential_s = best.median_ms / 1e3, baseline.median_ms / 1e3
+    rows = workload.batch_tokens
+    kept = replace(
+        best.schedule,
+        decode_share=workload.decode_rows / rows,
+        mean_context=workload.decode_context_tokens / max(1.0, workload.decode_rows),
+        prefill_pairs=workload.prefill_pairs,
+        measured=Figures(best.median_ms * 1e3 / num_layers, rows / seconds, rows / sequential_s),
+    )
+    return Tuned(kept, ranked, baseline, tuple(sorted(screened.items(), key=lambda item: item[1])))
+
+
+def measure_in_turns(bench: Bench, schedules: Sequence[PipelineSchedule], effort: Effort) -> list[Measured]:
+    """All of them there and back, until each has had its repeats; in the order given."""
+    readings: dict[str, list[Reading]] = {schedule.name: [] for schedule in schedules}
+    for turn in range(effort.num_repeats):
+        for schedule in schedules if turn % 2 == 0 else reversed(schedules):
+            readings[schedule.name].append(bench.run(schedule, effort.settle_s, effort.measure_s))
+    return [
+        Measured(
+            schedule,
+            tuple(reading.ms for reading in readings[schedule.name]),
+            statistics.fmean(reading.joules for reading in readings[schedule.name]),
+        )
+        for schedule in schedules
+    ]
