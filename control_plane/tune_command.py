@@ -30,7 +30,6 @@ from worker.schedule_bench import ScheduleBench
 from worker.steady_batch import SteadyBatchError, SteadyMix, fill_pages, steady_plan
 from worker.tuner import Effort, Tuned, tune
 
-
 _EFFORT = Effort()
 
 
