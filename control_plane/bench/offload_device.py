@@ -102,7 +102,8 @@ class FakeDevice:
         self._timing, self._page_size, self._store = timing, page_size, store
         self._answers: dict[str, tuple[int, Sequence[int]]] = {}  # by request: prompt length, output tokens
         self._slots: dict[int, str] = {}
-        self._moves: list[tuple[float, KVMove]] = []  # on the way, and when they are due
+        self._moves: list[tuple[float, float, KVMove]] = []  # on the way: when they are due, how long they take
+        self._run_s = 0.0  # of the step that runs
         self._copying_until_s = 0.0
         self._loading: Counter[bytes] = Counter()
 
@@ -114,16 +115,18 @@ class FakeDevice:
         """Begin with a plan's moves; when it will have ended."""
         for move in plan.moves:
             if move.kind is MoveKind.LOAD:
-                self._copying_until_s = max(now, self._copying_until_s)
-                self._copying_until_s += self._timing.load_page_s * len(move.page_ids)
+                run_s = self._timing.load_page_s * len(move.page_ids)
+                self._copying_until_s = max(now, self._copying_until_s) + run_s
                 self.traffic.num_loaded_twice += sum(digest in self._loading for digest in move.digests)
                 self._loading.update(move.digests)
-                self._moves.append((self._copying_until_s, move))
+                self._moves.append((self._copying_until_s, run_s, move))
             else:
-                self._moves.append((now, move))
-        if not len(plan.slots):
-            return now + _EMPTY_STEP_S
-        return now + self._timing.step_s + self._timing.token_s * plan.num_tokens
+                self._moves.append((now, 0.0, move))
+        if len(plan.slots):
+            self._run_s = self._timing.step_s + self._timing.token_s * plan.num_tokens
+        else:
+            self._run_s = _EMPTY_STEP_S
+        return now + self._run_s
 
     def finish(self, plan: IterationPlan, now: float) -> StepResult:
         """What came of a plan that ends now."""
@@ -132,10 +135,10 @@ class FakeDevice:
         rows = np.flatnonzero(plan.samples)
         ends = (plan.starts + plan.counts)[rows].tolist()
         sampled = [self._sample(slot, end) for slot, end in zip(plan.slots[rows].tolist(), ends)]
-        due = [move for due_s, move in self._moves if due_s <= now]
-        self._moves = [(due_s, move) for due_s, move in self._moves if due_s > now]
-        results = tuple(KVMoveResult(move.number, self._carry_out(move)) for move in due)
-        return StepResult(plan.step, np.array(sampled, np.int32), (), idle_s=0.0, run_s=0.0, moves=results)
+        due = [each for each in self._moves if each[0] <= now]
+        self._moves = [each for each in self._moves if each[0] > now]
+        results = tuple(KVMoveResult(move.number, self._carry_out(move), run_s) for _, run_s, move in due)
+        return StepResult(plan.step, np.array(sampled, np.int32), (), idle_s=0.0, run_s=self._run_s, moves=results)
 
     def _sample(self, slot: int, end: int) -> int:
         prompt_len, output = self._answers[self._slots[slot]]

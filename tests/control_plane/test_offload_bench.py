@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from control_plane.bench import offload_rounds
+from control_plane.bench.offload_device import Timing
 from control_plane.bench.offload_ideal import IdealLru, Use, ideal_hits
 from control_plane.bench.offload_options import SimulationOptions, Sweep
 from control_plane.bench.offload_rounds import ROUNDS_FILE, Conversation, Round, make, read
 from control_plane.bench.offload_simulation import Node, simulate
-from control_plane.bench.offload_sweeps import run
+from control_plane.bench.offload_sweeps import node_of, run
 from control_plane.bench.offload_work import BLOCK_PAGE, read_blocks, scaled, select, sessions_of
 from control_plane.main import app
 from control_plane.options import ConfigError
@@ -120,7 +121,8 @@ def small(num_conversations: int, seed: int = 1) -> list[Conversation]:
     ]
 
 
-NODE = Node(page_size=8, gpu_pages=80, cpu_pages=2000, batch_tokens=64, max_slots=8)
+FREE_LOADS = Timing(load_page_s=0.0)  # else some pages are cheaper to compute
+NODE = Node(page_size=8, gpu_pages=80, cpu_pages=2000, batch_tokens=64, max_slots=8, timing=FREE_LOADS)
 
 
 def test_with_room_for_all_every_page_is_hit_that_a_cache_could_hit():
@@ -179,6 +181,12 @@ def test_the_committed_rounds_save_nearly_all_that_can_be_saved():
     assert outcome.saved_share >= 0.95
 
 
+def test_pages_that_cost_more_to_load_than_to_compute_are_computed():
+    dear = replace(NODE, timing=Timing(load_page_s=1.0))
+    outcome, free = simulate(dear, sessions_of(small(30)), 500), simulate(NODE, sessions_of(small(30)), 500)
+    assert 0 < outcome.cpu_hits < free.cpu_hits / 2
+
+
 # --- a trace with block identities ---
 
 
@@ -202,7 +210,8 @@ def test_a_real_trace_is_hit_as_often_as_by_the_ideal_lru(cpu_pages, ssd_pages):
     trace = SHARED / "traces" / "mooncake_conversation.jsonl"
     if not trace.exists():
         pytest.skip(f"{trace} is not there; NANOFLOW_SHARED names the folder with traces/")
-    node = Node(page_size=BLOCK_PAGE, gpu_pages=400, cpu_pages=cpu_pages, ssd_pages=ssd_pages)
+    tokens = {f"{tier}_tokens": 512 * pages for tier, pages in (("gpu", 400), ("cpu", cpu_pages), ("ssd", ssd_pages))}
+    node = node_of(SimulationOptions(mooncake=trace, **tokens))
     outcome = simulate(node, read_blocks(trace, limit=1500), 1 << 14)
     assert outcome.cpu_hits + outcome.ssd_hits > 0
     assert abs(outcome.points_below_ideal()) < 0.5
