@@ -1,0 +1,71 @@
+"""What a card draws while it is kept busy: from its energy counter, between two of the counter's own steps.
+
+The counter moves in steps, of about a tenth of a second of power: a difference between two arbitrary moments is wrong
+by up to a step at each end, 6 % of a second and a half. Right after a step it is exact, so a reading begins and ends
+there, whenever that is. Knows nothing of what keeps the card busy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+_PATIENCE_S = 0.5  # for the counter's next step
+
+
+class Card(Protocol):
+    """A GPU's instruments."""
+
+    def joules(self) -> float:
+        """Energy so far, from some moment in the past."""
+
+    def sm_mhz(self) -> float:
+        """The clock now."""
+
+
+class NvmlCard:
+    """The current CUDA device by NVML."""
+
+    def __init__(self) -> None:
+        import pynvml
+
+        pynvml.nvmlInit()
+        self._nvml: Any = pynvml
+        self._handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+
+    def joules(self) -> float:
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+
+    def sm_mhz(self) -> float:
+        return float(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
+
+    def power_limit_watts(self) -> float:
+        """What the card may draw."""
+        return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / 1e3
+
+    def driver(self) -> str:
+        """Version of the driver."""
+        return str(self._nvml.nvmlSystemGetDriverVersion())
+
+
+def next_step(
+    card: Card, keep_busy: Callable[[], None], clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float] | None:
+    """(seconds by the clock, joules) right after the counter has moved; None where it does not."""
+    first, until = card.joules(), clock() + _PATIENCE_S
+    while clock() < until:
+        keep_busy()
+        joules = card.joules()
+        if joules != first:
+            return clock(), joules
+    return None
+
+
+def watts_between(begin: tuple[float, float] | None, end: tuple[float, float] | None) -> float | None:
+    """Mean power from one step of the counter to another."""
+    if begin is None or end is None or end[0] <= begin[0]:
+        return None
+    return (end[1] - begin[1]) / (end[0] - begin[0])
