@@ -19,7 +19,7 @@ from rich.console import Console
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
-from control_plane import kvstore_command, offload_command, ray_environment, search_commands
+from control_plane import kvstore_command, offload_command, profile_command, ray_environment, search_commands
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, OwnStoreConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.interrupts import ends_at_once
@@ -39,6 +39,7 @@ app = typer.Typer(
 bench_app = typer.Typer(help="Benchmarks. Each prints its setting and ends in one JSON line.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 search_commands.register(app)
+profile_command.register(app)
 kvstore_command.register(app)
 offload_command.register(bench_app)
 
@@ -235,6 +236,8 @@ def user_errors() -> tuple[type[Exception], ...]:
         "worker.executor": ("CapacityError",),
         "worker.weights": ("ModelLoadError",),
         "worker.sharding": ("ShardingError",),
+        "worker.steady_batch": ("SteadyBatchError",),
+        "worker.profile_cuda": ("ProfilingError",),
         "worker.gguf_conversion": ("ConversionError",),
         "control_plane.errors": ("ApiError", "ListenError", "StartError"),
         "control_plane.tokenizer": ("TokenizerError",),
