@@ -238,6 +238,7 @@ def user_errors() -> tuple[type[Exception], ...]:
         "worker.sharding": ("ShardingError",),
         "worker.steady_batch": ("SteadyBatchError",),
         "worker.profile_cuda": ("ProfilingError",),
+        "worker.streams": ("PartitionError",),
         "worker.gguf_conversion": ("ConversionError",),
         "control_plane.errors": ("ApiError", "ListenError", "StartError"),
         "control_plane.tokenizer": ("TokenizerError",),

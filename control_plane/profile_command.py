@@ -93,7 +93,7 @@ def _open(
     from worker.config import DEVICE_DEFAULTS, WorkerConfig
     from worker.cuda_loading import load_model
     from worker.profile_device import Bench, HostDevice
-    from worker.profile_points import Scope
+    from worker.profile_points import Scope, bursts
 
     defaults = DEVICE_DEFAULTS[device]
     sequences = mix.num_decodes + -(-(mix.rows - mix.num_decodes) // mix.prompt_len)
@@ -109,6 +109,7 @@ def _open(
     loaded = load_model(config, line.share, sizes[-1:])
     bench = Bench(loaded, mix)
     scope = Scope(bench.operators, bench.model.num_sms, sizes)
+    bench.prepare(bursts(scope))
     if device == "cpu":
         measured_on = MeasuredOn("cpu", 1, scope.num_sms, versions=_versions())
         return HostDevice(bench), measured_on, scope, loaded.spec

@@ -7,6 +7,7 @@ is worth measuring.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import torch
 
@@ -47,6 +48,11 @@ class Bench:
         with torch.inference_mode():
             self.model.run(GraphKey(tokens, True))
         self.rows = tokens
+
+    def prepare(self, launches: Iterable[Launch]) -> None:
+        """Make the parts of the SMs that these run on: before any is measured. Raises PartitionError."""
+        schedules = {launch.place: lone(launch, self.operators, self.model.num_sms) for launch in launches}
+        self.model.use_schedules(list(schedules.values()))
 
     def key(self, launch: Launch) -> GraphKey:
         """Of the iteration in which the launch's operator runs as it says; its rows are on the model."""

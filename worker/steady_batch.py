@@ -34,7 +34,7 @@ class SteadyMix:
     rows: int  # all of them; what does not decode are prefill chunks
     num_decodes: int
     mean_context: int  # KV tokens that a decode reads; drawn uniformly within a third of it
-    prompt_len: int  # chunks are whole prompts of this many tokens, the last one what rows are left
+    prompt_len: int  # chunks are whole prompts of this many tokens, the last one the middle of one
 
     @property
     def workload(self) -> Workload:
@@ -57,11 +57,11 @@ def steady_plan(
     """
     random = np.random.default_rng(seed)
     contexts, chunks = _contexts(mix, random), _chunks(mix)
-    lengths = np.concatenate([contexts, chunks])
+    lengths = np.concatenate([contexts, chunks.sum(0)])
     num_pages_of = -(-lengths // limits.page_size)
     _check(limits, mix, lengths, int(num_pages_of.sum()), num_pages)
     slots = np.arange(len(lengths), dtype=np.int32)
-    counts = np.where(slots < mix.num_decodes, 1, lengths).astype(np.int32)
+    counts = np.concatenate([np.ones_like(contexts), chunks[1]]).astype(np.int32)
     starts = tuple(
         SlotStart(slot, str(slot), random.integers(0, vocab_size, length).astype(np.int32), 0, 0.0, 0, 1.0, 0)
         for slot, length in enumerate(lengths.tolist())
@@ -130,11 +130,15 @@ def _contexts(mix: SteadyMix, random: np.random.Generator) -> NDArray[np.int64]:
 
 
 def _chunks(mix: SteadyMix) -> NDArray[np.int64]:
-    """Tokens of each prefill chunk."""
+    """[2, chunks]: tokens before each prefill chunk, and its own. Whole prompts, then the middle of one.
+
+    The middle, so that a row has as many keys to read on average, half of a prompt, as in whole prompts.
+    """
     if mix.mean_context < 1 or mix.prompt_len < 1 or not 0 <= mix.num_decodes <= mix.rows:
         raise SteadyBatchError(f"no batch is like this: {mix}; lengths are at least 1, decodes at most the rows")
     whole, rest = divmod(mix.rows - mix.num_decodes, mix.prompt_len)
-    return np.array([mix.prompt_len] * whole + [rest] * (rest > 0), np.int64)
+    chunks = [(0, mix.prompt_len)] * whole + [((mix.prompt_len - rest) // 2, rest)] * (rest > 0)
+    return np.array(chunks, np.int64).reshape(-1, 2).T
 
 
 def _check(limits: BatchLimits, mix: SteadyMix, lengths: NDArray[np.int64], needed: int, num_pages: int) -> None:

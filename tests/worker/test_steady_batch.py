@@ -40,6 +40,9 @@ def test_a_plan_fills_the_batch_and_shares_no_page(mix, seed):
         assert indexes.tolist() == list(range(-(-len(start.token_ids) // LIMITS.page_size)))
     contexts = plan.starts[: mix.num_decodes] + 1
     assert (abs(contexts - mix.mean_context) <= mix.mean_context / 3).all()
+    keys = [np.arange(start, start + count) + 1 for start, count in zip(plan.starts, plan.counts)][mix.num_decodes :]
+    if keys:
+        assert abs(np.concatenate(keys).mean() - mix.prompt_len / 2) <= 1
     again = steady_plan(LIMITS, mix, num_pages=5000, vocab_size=VOCAB, seed=seed)
     assert np.array_equal(plan.page_ids, again.page_ids)
 
