@@ -17,7 +17,7 @@ ATTENTION = ("decode_attention", "prefill_attention")
 GEMM_LANE, ATTENTION_LANE = 0, 1
 ROW_STEP = 128  # rows of a GEMM tile
 SM_STEP = 8  # the smallest partition on Hopper
-SHARED_KERNEL = "cuda"  # decode attention that needs the fewest SMs for its bytes (docs/results.md)
+KERNELS = ("cuda", "cuda-wide", "cuda-small")  # decode attention that keeps many bytes on their way per SM
 
 
 def decode_beside(
@@ -53,7 +53,8 @@ def decode_beside(
         *(whole(name, 0, split) for name in beside),
         *(whole(name) for name in after),
     ]
-    name = f"decode-beside-{batch_tokens}-{split}-{attention_share:.3f}-{num_beside}"
+    parts = ("decode-beside", f"{batch_tokens}-{split}-{attention_share:.3f}-{num_beside}", kernel)
+    name = "-".join(part for part in parts if part)
     return PipelineSchedule(name, batch_tokens, tuple(operations))
 
 
@@ -66,11 +67,12 @@ def candidates(
     """
     cut = -(-num_decodes // ROW_STEP) * ROW_STEP
     num_after = len(operators) - 1 - [operator.name for operator in operators].index(ATTENTION[-1])
-    # All operators beside attention but the last; all of them; the same with a tile of rows less beside it.
-    kinds = ((cut, num_after - 1), (cut, num_after), (cut + ROW_STEP, num_after - 1))
+    # All operators beside attention but the last, in each kernel; all of them; with a tile of rows less beside it.
+    kinds = [(cut, num_after - 1, kernel) for kernel in KERNELS]
+    kinds += [(cut, num_after, KERNELS[0]), (cut + ROW_STEP, num_after - 1, KERNELS[0])]
     return [
-        decode_beside(operators, batch_tokens, split, sms / num_sms, num_beside, SHARED_KERNEL)
-        for split, num_beside in kinds
-        if num_decodes > 0 and split < batch_tokens
-        for sms in range(4 * SM_STEP, num_sms - 5 * SM_STEP, SM_STEP)
+        decode_beside(operators, batch_tokens, split, sms / num_sms, num_beside, kernel)
+        for split, num_beside, kernel in kinds
+        if 0 < num_decodes and split < batch_tokens
+        for sms in range(5 * SM_STEP, num_sms - 5 * SM_STEP, SM_STEP)
     ]

@@ -14,7 +14,8 @@ import torch
 
 from worker.kernels import reference
 
-# Decode attention: Triton's blocks per SM and warps per block. The one in CUDA, "cuda", is ahead with few rows, where
+# Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`)
+# are ahead with few rows, where
 # a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy Triton's first takes its place.
 DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
 FEW_ROWS = 256
@@ -191,9 +192,10 @@ class TritonKernels:
         q, k, v, table, units, span, out = args
         sms, variant = how.sms or self._sms, how.kernel or ("cuda" if rows <= FEW_ROWS else "4x4")
         _, _, page_size, head_dim = k.shape
-        if variant == "cuda" and self._has_cupy and self._decode_cuda.fits(head_dim, group, page_size, k.dtype):
+        cuda = self._decode_cuda.VARIANTS.get(variant) if self._has_cupy else None
+        if cuda and self._decode_cuda.fits(head_dim, group, page_size, k.dtype, cuda):
             self._decode_cuda.decode_attention(
-                q, k, v, table, units, span, ticket, self._workspace, out, group=group, sms=sms
+                q, k, v, table, units, span, ticket, self._workspace, out, group=group, sms=sms, variant=cuda
             )
             return
         per_sm, warps = DECODE_VARIANTS.get(variant, DECODE_VARIANTS["4x4"])

@@ -1,16 +1,16 @@
 // Paged decode attention for Hopper: one query token per sequence against its KV pages, without shared memory on the
-// way of K and V. Each warp loads 16 tokens' K and V into registers, in the very places where the tensor cores want
-// them: the sums over head dim and over tokens may take any order, so each lane loads 16 bytes that lie together and
-// the queries are permuted alike. Scores are computed as K q^T and outputs as V^T p^T (tokens and head dim on the long
+// way of K and V. Each warp loads 16 or 32 tokens' K and V into registers, in the very places where the tensor cores
+// want them: the sums over head dim and over tokens may take any order, so each lane loads 16 bytes that lie together
+// and the queries are permuted alike. Scores are computed as K q^T and outputs as V^T p^T (tokens and head dim on the long
 // side of the instruction), so that few query heads waste little.
 //
-// Compiled with T16 (a 16-bit float), HEAD_DIM, KV_HEADS, GROUP, PAGE_SIZE, WARPS and, before it, the few functions
-// that differ between a GPU and the emulation that tests run on: see decode_attention_cuda.py.
+// Compiled with T16 (a 16-bit float), HEAD_DIM, KV_HEADS, GROUP, PAGE_SIZE, WARPS, GROUPS and, before it, the few
+// functions that differ between a GPU and the emulation that tests run on: see decode_attention_cuda.py.
 
 constexpr int CHUNKS = HEAD_DIM / 32;  // of K: a quad of lanes loads 32 values of a token at once
 constexpr int HALVES = HEAD_DIM / 64;  // of V: eight lanes load 64 values of a token at once
 constexpr int TILES = HEAD_DIM / 16;
-constexpr int TOKENS = 16;             // that a warp works on at once
+constexpr int TOKENS = 16 * GROUPS;    // that a warp works on at once: more keep more bytes on their way
 constexpr float LAZY = 8.0f;           // the maximum is raised only when scores pass it by this factor of 2 (log2)
 constexpr float NONE = -1e30f;         // a maximum of nothing
 
@@ -54,19 +54,24 @@ KERNEL decode(const T16* q, const T16* k_pages, const T16* v_pages, const int* p
     SYNC_THREADS();
     int work = shared.work[1];
 
-    uint4 k[CHUNKS][2], v[HALVES][4];
+    uint4 k[GROUPS][CHUNKS][2], v[GROUPS][HALVES][4];
     const int step = TOKENS * WARPS;
     // Tokens behind the end of a sequence lie in the same page: they may be read, and count for nothing.
     auto load_k = [&](int token, int page, int h) {
         const T16* first = k_pages + (((long long)page * KV_HEADS + h) * PAGE_SIZE + token % PAGE_SIZE) * HEAD_DIM;
-        for (int c = 0; c < CHUNKS; ++c)
-            for (int i = 0; i < 2; ++i) k[c][i] = stream16(first + (g + 8 * i) * HEAD_DIM + c * 32 + t * 8);
+        for (int group = 0; group < GROUPS; ++group)
+            for (int c = 0; c < CHUNKS; ++c)
+                for (int i = 0; i < 2; ++i)
+                    k[group][c][i] = stream16(first + (group * 16 + g + 8 * i) * HEAD_DIM + c * 32 + t * 8);
     };
+    // The tokens whose values a lane holds.
+    auto token_of = [&](int group, int i) { return group * 16 + 2 * t + i % 2 + i / 2 * 8; };
     auto load_v = [&](int token, int page, int h) {
         const T16* first = v_pages + (((long long)page * KV_HEADS + h) * PAGE_SIZE + token % PAGE_SIZE) * HEAD_DIM;
-        for (int half = 0; half < HALVES; ++half)
-            for (int i = 0; i < 4; ++i)
-                v[half][i] = stream16(first + (2 * t + i % 2 + i / 2 * 8) * HEAD_DIM + half * 64 + g * 8);
+        for (int group = 0; group < GROUPS; ++group)
+            for (int half = 0; half < HALVES; ++half)
+                for (int i = 0; i < 4; ++i)
+                    v[group][half][i] = stream16(first + token_of(group, i) * HEAD_DIM + half * 64 + g * 8);
     };
     auto page_of = [&](const Unit& unit, int token) { return token < unit.end ? unit.table[token / PAGE_SIZE] : 0; };
 
@@ -101,22 +106,30 @@ KERNEL decode(const T16* q, const T16* k_pages, const T16* v_pages, const int* p
             const bool load = !ahead || then_token < then.end;
             const int load_token = ahead ? then_token : next, load_page = ahead ? then_page : next_page;
             const int load_h = ahead ? then.h : h;
-            // Scores: s[0], s[1] of token g and heads 2t, 2t + 1; s[2], s[3] of token g + 8.
-            float s[4] = {0, 0, 0, 0};
-            for (int c = 0; c < CHUNKS; ++c) {
-                mma(s, k[c][0].x, k[c][1].x, k[c][0].y, k[c][1].y, query[c].x, query[c].y);
-                mma(s, k[c][0].z, k[c][1].z, k[c][0].w, k[c][1].w, query[c].z, query[c].w);
+            // Scores: s[0], s[1] of token g and heads 2t, 2t + 1; s[2], s[3] of token g + 8; of each group.
+            float s[GROUPS][4];
+            for (int group = 0; group < GROUPS; ++group) {
+                for (int j = 0; j < 4; ++j) s[group][j] = 0;
+                for (int c = 0; c < CHUNKS; ++c) {
+                    const uint4 low = k[group][c][0], high = k[group][c][1];
+                    mma(s[group], low.x, high.x, low.y, high.y, query[c].x, query[c].y);
+                    mma(s[group], low.z, high.z, low.w, high.w, query[c].z, query[c].w);
+                }
+                for (int j = 0; j < 4; ++j) s[group][j] *= scale;
             }
             if (load) load_k(load_token, load_page, load_h);
-            for (int j = 0; j < 4; ++j) s[j] *= scale;
             if (token + TOKENS > end) {  // the same for all lanes
-                if (token + g >= end) s[0] = s[1] = NONE;
-                if (token + g + 8 >= end) s[2] = s[3] = NONE;
-                for (int i = 0; i < 4; ++i)
-                    if (token + 2 * t + i % 2 + i / 2 * 8 >= end)
-                        for (int half = 0; half < HALVES; ++half) v[half][i] = make_uint4(0, 0, 0, 0);
+                for (int group = 0; group < GROUPS; ++group) {
+                    for (int j = 0; j < 4; ++j)
+                        if (token + group * 16 + g + j / 2 * 8 >= end) s[group][j] = NONE;
+                    for (int i = 0; i < 4; ++i)
+                        if (token + token_of(group, i) >= end)
+                            for (int half = 0; half < HALVES; ++half) v[group][half][i] = make_uint4(0, 0, 0, 0);
+                }
             }
-            float high[2] = {fmaxf(s[0], s[2]), fmaxf(s[1], s[3])};
+            float high[2] = {NONE, NONE};
+            for (int group = 0; group < GROUPS; ++group)
+                for (int j = 0; j < 4; ++j) high[j % 2] = fmaxf(high[j % 2], s[group][j]);
             if (any_lane(high[0] > top[0] + LAZY || high[1] > top[1] + LAZY)) {
                 for (int j = 0; j < 2; ++j) {
                     for (int distance = 4; distance < 32; distance *= 2)
@@ -131,18 +144,22 @@ KERNEL decode(const T16* q, const T16* k_pages, const T16* v_pages, const int* p
                     }
                 }
             }
-            for (int j = 0; j < 4; ++j) s[j] = power_of_2(s[j] - top[j % 2]);
-            sum[0] += s[0] + s[2];
-            sum[1] += s[1] + s[3];
-            const unsigned low = transpose(pack(s[0], s[1])), high_tokens = transpose(pack(s[2], s[3]));
-            for (int half = 0; half < HALVES; ++half) {
-                const unsigned* a = &v[half][0].x;
-                const unsigned* b = &v[half][1].x;
-                const unsigned* c = &v[half][2].x;
-                const unsigned* d = &v[half][3].x;
-                for (int i = 0; i < 4; ++i)
-                    mma(acc[half * 4 + i], permute(a[i], b[i], 0x5410), permute(a[i], b[i], 0x7632),
-                        permute(c[i], d[i], 0x5410), permute(c[i], d[i], 0x7632), low, high_tokens);
+            for (int group = 0; group < GROUPS; ++group) {
+                float* p = s[group];
+                for (int j = 0; j < 4; ++j) {
+                    p[j] = power_of_2(p[j] - top[j % 2]);
+                    sum[j % 2] += p[j];
+                }
+                const unsigned first8 = transpose(pack(p[0], p[1])), last8 = transpose(pack(p[2], p[3]));
+                for (int half = 0; half < HALVES; ++half) {
+                    const unsigned* a = &v[group][half][0].x;
+                    const unsigned* b = &v[group][half][1].x;
+                    const unsigned* c = &v[group][half][2].x;
+                    const unsigned* d = &v[group][half][3].x;
+                    for (int i = 0; i < 4; ++i)
+                        mma(acc[half * 4 + i], permute(a[i], b[i], 0x5410), permute(a[i], b[i], 0x7632),
+                            permute(c[i], d[i], 0x5410), permute(c[i], d[i], 0x7632), first8, last8);
+                }
             }
             if (load) load_v(load_token, load_page, load_h);
             next_page = page_after;

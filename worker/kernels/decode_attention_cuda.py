@@ -7,6 +7,7 @@ instructions. Knows nothing of models or plans.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -14,9 +15,20 @@ from typing import Any
 import numpy as np
 import torch
 
-WARPS = 4
 _LOG2E = 1.4426950408889634
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How many bytes are on their way, and for how many units at once."""
+
+    warps: int = 4  # of a block, which works on one unit at a time
+    groups: int = 1  # of 16 tokens that a warp holds at once
+    blocks: int = 3  # per SM
+
+
+VARIANTS = {"cuda": Variant(), "cuda-wide": Variant(4, 2, 2), "cuda-small": Variant(2, 2, 4)}
 
 DEVICE_FUNCTIONS = r"""
 #define DEVICE __device__ __forceinline__
@@ -76,17 +88,18 @@ def source() -> str:
     return (resources.files("worker.kernels") / "decode_attention.cu").read_text()
 
 
-def fits(head_dim: int, group: int, page_size: int, dtype: torch.dtype) -> bool:
+def fits(head_dim: int, group: int, page_size: int, dtype: torch.dtype, variant: Variant = Variant()) -> bool:
     """Whether the kernel can run these shapes."""
-    return head_dim in (64, 128) and group <= 8 and page_size % 16 == 0 and dtype in _NAMES
+    return head_dim in (64, 128) and group <= 8 and page_size % (16 * variant.groups) == 0 and dtype in _NAMES
 
 
 @cache
-def _kernel(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, page_size: int, per_sm: int) -> Any:
+def _kernel(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, page_size: int, variant: Variant) -> Any:
     import cupy
 
-    sizes = {"HEAD_DIM": head_dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "WARPS": WARPS}
-    defines = [f"-D{name}={value}" for name, value in {**sizes, "BLOCKS": per_sm}.items()]
+    sizes = {"HEAD_DIM": head_dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE_SIZE": page_size}
+    sizes |= {"WARPS": variant.warps, "GROUPS": variant.groups, "BLOCKS": variant.blocks}
+    defines = [f"-D{name}={value}" for name, value in sizes.items()]
     options = ("-std=c++17", "-default-device", "--use_fast_math", f'-DTYPE="{_NAMES[dtype]}"', *defines)
     return cupy.RawKernel(DEVICE_FUNCTIONS + source(), "decode", options=options)
 
@@ -104,18 +117,18 @@ def decode_attention(
     *,
     group: int,
     sms: int,
-    per_sm: int = 3,
+    variant: Variant = Variant(),
 ) -> None:
-    """As worker.kernels.decode_attention.decode_attention, with per_sm blocks on each of so many SMs."""
+    """As worker.kernels.decode_attention.decode_attention, on so many SMs."""
     import cupy
 
-    assert fits(k_pages.shape[-1], group, k_pages.shape[2], k_pages.dtype)
+    assert fits(k_pages.shape[-1], group, k_pages.shape[2], k_pages.dtype, variant)
     _, kv_heads, page_size, head_dim = k_pages.shape
-    kernel = _kernel(k_pages.dtype, head_dim, kv_heads, group, page_size, per_sm)
+    kernel = _kernel(k_pages.dtype, head_dim, kv_heads, group, page_size, variant)
     pointers = [q, k_pages, v_pages, page_table, units, span, ticket, workspace.arrived]
     pointers += [workspace.out, workspace.max, workspace.sum, out]
     arguments = [np.uint64(tensor.data_ptr()) for tensor in pointers]
     strides = [np.int64(tensor.stride(0)) for tensor in (q, page_table, out)]
     scale = np.float32(_LOG2E / math.sqrt(head_dim))
     with cupy.cuda.ExternalStream(torch.cuda.current_stream(q.device).cuda_stream, q.device.index):
-        kernel((sms * per_sm,), (WARPS * 32,), (*arguments, *strides, scale))
+        kernel((sms * variant.blocks,), (variant.warps * 32,), (*arguments, *strides, scale))

@@ -65,7 +65,7 @@ class Work:
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """emulated(dtype, head_dim, kv_heads, group, page_size) -> the kernel, compiled for the CPU."""
+    """emulated(dtype, head_dim, kv_heads, group, page_size, variant) -> the kernel, compiled for the CPU."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++ to compile the emulation with")
@@ -95,8 +95,9 @@ extern "C" void run(Call* c) {{
             ("blocks", ctypes.c_int),
         ]
 
-    def compiled(dtype, head_dim, kv_heads, group, page_size):
-        sizes = {"HEAD_DIM": head_dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE_SIZE": page_size, "WARPS": 4}
+    def compiled(dtype, head_dim, kv_heads, group, page_size, variant):
+        sizes = {"HEAD_DIM": head_dim, "KV_HEADS": kv_heads, "GROUP": group, "PAGE_SIZE": page_size}
+        sizes |= {"WARPS": variant.warps, "GROUPS": variant.groups}
         name = folder / f"{'-'.join(map(str, sizes.values()))}-{dtype}.so"
         if not name.exists():
             flags = [f"-D{key}={value}" for key, value in sizes.items()] + ["-DBF16"] * (dtype == torch.bfloat16)
@@ -113,19 +114,23 @@ extern "C" void run(Call* c) {{
 
 
 @pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", decode_attention_cuda.VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("group", "head_dim", "page_size"), CASES)
 @pytest.mark.parametrize(("target", "cuts"), [(4, (9,)), (1000, (3, 4, 9))])
-def test_equals_reference(group, head_dim, page_size, target, cuts, dtype, place, request):
+def test_equals_reference(group, head_dim, page_size, target, cuts, dtype, name, place, request):
     if place == "cuda":
         pytest.importorskip("cupy", reason="no CuPy")
         if not torch.cuda.is_available():
             pytest.skip("no CUDA GPU")
+    variant = decode_attention_cuda.VARIANTS[name]
+    if not decode_attention_cuda.fits(head_dim, group, page_size, dtype, variant):
+        pytest.skip("pages are too small for this variant")
     work = Work(group, head_dim, page_size, dtype, target, cuts)
     assert target == 4 or work.num_partials > 0  # the case with many units exercises the merge
     expected, workspace = work.expected(), work.workspace("cpu" if place == "emulated" else place)
     if place == "emulated":
-        run = request.getfixturevalue("emulated")(dtype, head_dim, work.kv_heads, group, page_size)
+        run = request.getfixturevalue("emulated")(dtype, head_dim, work.kv_heads, group, page_size, variant)
         out = work.out.clone()
         scale = math.log2(math.e) / math.sqrt(head_dim)
         strides = [tensor.stride(0) for tensor in (work.q, work.table, out)]
@@ -133,14 +138,14 @@ def test_equals_reference(group, head_dim, page_size, target, cuts, dtype, place
             inputs = [work.q, work.k, work.v, work.table, work.units, work.spans[number:]]
             run([*inputs, torch.zeros(1, dtype=torch.int32), *workspace, out], strides, scale, 2)
     else:
-        out = run_on_gpu(work, len(cuts), workspace)
+        out = run_on_gpu(work, len(cuts), workspace, variant)
     error = float((out.double() - expected.double()).norm() / expected.double().norm())
     assert error < 5e-3
     assert torch.equal(out[-1], expected[-1])  # a row in no unit is left alone
     assert int(workspace[0].abs().sum()) == 0  # arrival counters are ready for the next launch
 
 
-def run_on_gpu(work: Work, num_ranges: int, workspace) -> torch.Tensor:
+def run_on_gpu(work: Work, num_ranges: int, workspace, variant) -> torch.Tensor:
     from worker.kernels.decode_attention import DecodeWorkspace
 
     space = DecodeWorkspace.__new__(DecodeWorkspace)
@@ -149,7 +154,9 @@ def run_on_gpu(work: Work, num_ranges: int, workspace) -> torch.Tensor:
     spans, out = work.spans.cuda(), work.out.cuda()
     for number in range(num_ranges):
         ticket = torch.zeros(1, dtype=torch.int32, device="cuda")
-        decode_attention_cuda.decode_attention(*inputs, spans[number:], ticket, space, out, group=work.group, sms=2)
+        decode_attention_cuda.decode_attention(
+            *inputs, spans[number:], ticket, space, out, group=work.group, sms=2, variant=variant
+        )
     return out.cpu()
 
 
