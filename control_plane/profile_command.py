@@ -134,7 +134,12 @@ def gpu_name(device_name: str) -> str:
 
 def model_name(spec: ModelSpec, folder: Path) -> str:
     """A built-in model's name where the shapes are its, so that the profile serves everywhere; else the folder."""
-    return next((name for name in MODEL_NAMES if find_model(name).spec == spec), str(folder.resolve()))
+
+    def shapes(of: ModelSpec) -> ModelSpec:
+        """Without what no operator depends on."""
+        return replace(of, bos_token_id=None, eos_token_ids=(), rope=spec.rope, max_position=0, norm_eps=0.0)
+
+    return next((name for name in MODEL_NAMES if shapes(find_model(name).spec) == shapes(spec)), str(folder.resolve()))
 
 
 def _versions() -> dict[str, str]:
