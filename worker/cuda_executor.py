@@ -22,6 +22,7 @@ from worker.cuda_loading import SAMPLE_SIZES, LoadedModel, graph_key, load_model
 from worker.cuda_model import CudaModel, GraphKey
 from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView, HostSlots, Packed
 from worker.executor import EMPTY_STEP_S
+from worker.schedule_choice import ScheduleChoice
 from worker.store_client import open_mover
 from worker.store_pages import PageMover
 from worker.weights import Progress
@@ -113,6 +114,10 @@ class CudaExecutor:
         """What the plans run on; gone once closed."""
         assert self._loaded is not None, "closed"
         return self._loaded.model
+
+    def use_choice(self, choice: ScheduleChoice | None) -> None:
+        """By which of the loaded schedules later plans run; None: all sequential. Between runs, for benchmarks."""
+        self._choice = choice
 
     @property
     def memory_bytes(self) -> dict[str, int]:

@@ -7,7 +7,7 @@ runs on the reference kernels, without graphs. Knows nothing of plans or request
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,6 +197,15 @@ class CudaModel:
         One without attention may run beside one with it.
         """
         self._iteration(key, parts, num_layers)
+
+    def run_watched(self, key: GraphKey, watch: Callable[[Streams], Streams]) -> None:
+        """One iteration, launch by launch, on what `watch` makes of the streams: to see when operations run."""
+        streams = self._streams
+        self._streams = watch(streams)
+        try:
+            self._iteration(key)
+        finally:
+            self._streams = streams
 
     def logits(self, num_samples: int) -> torch.Tensor:
         """Logits of the last iteration's sampled rows, [samples, vocab] fp32: for checks."""

@@ -16,10 +16,13 @@ from autosearch.pipeline import PipelineSchedule, sequential
 from scheduler.plan import IterationPlan
 from worker.cuda_loading import graph_key
 from worker.cuda_model import CudaModel, GraphKey
+from worker.layer_watch import Seen, watch_layers, watched_layers
+from worker.power_meter import watts_between
 from worker.steady_batch import SteadyBatch, pack_steady
 from worker.tuner import Reading
 
-_PER_WAIT = 4  # iterations that are queued before the host waits for them
+_PER_ROUND = 2  # iterations that are queued at once; the next ones are queued while they run
+_POLL_S = 0.002  # between two looks at the energy counter
 
 
 class ScheduleBench:
@@ -69,19 +72,63 @@ class ScheduleBench:
         self._ready[schedule.name] = key, batch
         return key, batch
 
+    def watch(self, schedule: PipelineSchedule, settle_s: float) -> tuple[list[Seen], int]:
+        """When the operations of the middle layer and its neighbours run, and which layer is the middle one."""
+        key, batch = self._prepare(schedule)
+        layers = watched_layers(self._model.spec.num_layers)
+        with torch.inference_mode():
+            batch.put_on(self._model)
+            return watch_layers(self._model, key, layers, settle_s), self._model.spec.num_layers // 2
+
     def _repeat(self, key: GraphKey, seconds: float) -> Reading:
+        if self._cuda:
+            return self._repeat_queued(key, seconds)
         count, joules, start = 0, self._joules(), time.perf_counter()
-        if not self._cuda:
-            while not count or time.perf_counter() - start < seconds:
-                self._model.run(key)
-                count += 1
-            return Reading((time.perf_counter() - start) / count * 1e3, (self._joules() - joules) / count)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
         while not count or time.perf_counter() - start < seconds:
-            for _ in range(_PER_WAIT):
+            self._model.run(key)
+            count += 1
+        return Reading((time.perf_counter() - start) / count * 1e3, (self._joules() - joules) / count)
+
+    def _repeat_queued(self, key: GraphKey, seconds: float) -> Reading:
+        """The device always has iterations to go on with: there is no gap while the host looks."""
+        energy = _EnergySteps(self._joules)
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record()
+        ends: list[torch.cuda.Event] = []
+        start = time.perf_counter()
+        while len(ends) < 2 or time.perf_counter() - start < seconds:
+            for _ in range(_PER_ROUND):
                 self._model.run(key)
-            count += _PER_WAIT
+            end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end.record()
-            end.synchronize()
-        return Reading(begin.elapsed_time(end) / count, (self._joules() - joules) / count)
+            ends.append(end)
+            while len(ends) > 1 and not ends[-2].query():  # type: ignore[no-untyped-call]
+                energy.look()
+                time.sleep(_POLL_S)
+        ends[-1].synchronize()
+        ms = begin.elapsed_time(ends[-1]) / (_PER_ROUND * len(ends))
+        return Reading(ms, energy.watts() * ms / 1e3)
+
+
+class _EnergySteps:
+    """Power from the counter's own steps, which are coarse: between two moments when it moved."""
+
+    def __init__(self, joules: Callable[[], float]) -> None:
+        self._joules, self._begun = joules, (time.perf_counter(), joules())
+        self._last = self._begun[1]
+        self._steps: list[tuple[float, float]] = []
+
+    def look(self) -> None:
+        """To be called often."""
+        joules = self._joules()
+        if joules != self._last:
+            self._last = joules
+            self._steps.append((time.perf_counter(), joules))
+
+    def watts(self) -> float:
+        """Between the first and the last step; over all of the time where there were fewer than two."""
+        first, last = (self._steps[0], self._steps[-1]) if self._steps else (None, None)
+        found = watts_between(first, last)
+        if found is None:
+            found = watts_between(self._begun, (time.perf_counter(), self._joules()))
+        return found or 0.0
