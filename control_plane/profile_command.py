@@ -184,6 +184,7 @@ def _figures(found: Measurements, scope: Scope, table: ProfileTable) -> dict[str
         "sum_of_operators_us": round(sum(known), 2) if len(known) == len(alone) else None,
         "layer_us": [round(reading.time_us, 2) for reading in found.layers],
         "layer_watts": [_rounded(reading.watts) for reading in found.layers],
+        "around_layers_us": None if found.around is None else round(found.around.time_us, 2),
         "static_watts": _rounded(found.static_watts),
         "spread": table.spread,
         "versions": dict(table.measured_on.versions),

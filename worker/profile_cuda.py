@@ -12,13 +12,13 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from worker.cuda_model import GraphKey
 from worker.power_meter import Card, next_step, watts_between
-from worker.profile_device import Bench
+from worker.profile_device import AROUND, Bench
 from worker.profile_points import Launch, Pair
 from worker.profiler import Reading
 from worker.streams import WHOLE
@@ -171,6 +171,12 @@ class CudaDevice:
         names = tuple(operator.name for operator in self._bench.operators)
         (reading,) = self._sustained([self._graph(GraphKey(tokens, True), names)], _LEAST_SETTLE_S)
         return reading
+
+    def around(self, tokens: int) -> Reading:
+        """An iteration of no layer's operators."""
+        self._bench.put_on(tokens)
+        (reading,) = self._sustained([self._graph(GraphKey(tokens, True), AROUND)], _LEAST_SETTLE_S)
+        return replace(reading, time_us=reading.time_us * self._bench.num_layers)
 
     def static_watts(self) -> float | None:
         """By an iteration without operators: a few tiny kernels, so that the clocks stay up."""

@@ -20,6 +20,8 @@ from worker.profiler import Reading
 from worker.steady_batch import SteadyBatch, SteadyMix, fill_pages, pack_steady, steady_plan
 from worker.streams import WHOLE
 
+AROUND = ("embed", "lm_head")  # parts of an iteration that are no layer's
+
 
 class Bench:
     """The model with steady batches of several sizes, one of them on it at a time."""
@@ -101,6 +103,11 @@ class HostDevice:
         self._bench.put_on(tokens)
         names = tuple(operator.name for operator in self._bench.operators)
         return Reading(self._time(GraphKey(tokens, True), names, self._bench.num_layers))
+
+    def around(self, tokens: int) -> Reading:
+        """What is not of the layers, the faster of two."""
+        self._bench.put_on(tokens)
+        return Reading(self._time(GraphKey(tokens, True), AROUND, 1))
 
     def static_watts(self) -> None:
         return None

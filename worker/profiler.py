@@ -41,6 +41,9 @@ class Device(Protocol):
     def layer(self, tokens: int) -> Reading:
         """A whole layer, one operator after the other, by the worker's own choice of kernels, sustained."""
 
+    def around(self, tokens: int) -> Reading:
+        """What an iteration runs once, before and after its layers, sustained."""
+
     def static_watts(self) -> float | None:
         """What the card draws with its clocks up and next to nothing to do."""
 
@@ -53,6 +56,7 @@ class Measurements:
     alone: dict[Launch, Reading] = field(default_factory=dict)
     pairs: dict[Pair, tuple[Reading, Reading]] = field(default_factory=dict)
     layers: list[Reading] = field(default_factory=list)  # of the largest batch, at the beginning and at the end
+    around: Reading | None = None  # of the largest batch: embedding, head and greedy choice of an iteration
     again: tuple[Launch, Reading] | None = None  # the first launch that was read, at the end once more
     static_watts: float | None = None
     num_skipped_bursts: int = 0  # for want of time
@@ -61,7 +65,8 @@ class Measurements:
     @property
     def num_sustained(self) -> int:
         """Sustained readings; a pair is one."""
-        return len(self.alone) + len(self.pairs) + len(self.layers) + (self.again is not None)
+        others = (self.around, self.again)
+        return len(self.alone) + len(self.pairs) + len(self.layers) + sum(other is not None for other in others)
 
     @property
     def spread(self) -> float:
@@ -85,7 +90,8 @@ def measure(
     began = clock()
     found.layers.append(device.layer(scope.largest))
     found.static_watts = device.static_watts()
-    slowest = (clock() - began) / 2
+    found.around = device.around(scope.largest)
+    slowest = (clock() - began) / 3
     points = sustained_points(scope, found.bursts)
     for number, point in enumerate(points):
         began = clock()

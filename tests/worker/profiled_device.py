@@ -53,6 +53,10 @@ class FormulaDevice:
         self._pass(self._sustained_s, tokens)
         return Reading(2000.0 * self._off(), 690.0, 1450.0)
 
+    def around(self, tokens: int) -> Reading:
+        self._pass(self._sustained_s, "around")
+        return Reading(1600.0, 650.0)
+
     def static_watts(self) -> float:
         self._pass(self._sustained_s, "static")
         return STATIC_WATTS

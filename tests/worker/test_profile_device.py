@@ -206,6 +206,8 @@ def test_two_loops_run_beside_each_other(device):
 
 def test_a_whole_layer_and_a_card_with_nothing_to_do(device):
     assert device.layer(2048).time_us == pytest.approx(9 * 125, rel=1e-2)
+    # Embedding and head: two parts, which the simulated GPU runs once in every layer.
+    assert device.around(2048).time_us == pytest.approx(32 * 250, rel=1e-2)
     assert device.static_watts() == pytest.approx(500.0, rel=0.01)
 
 

@@ -87,15 +87,15 @@ def test_the_most_needed_points_come_first_and_no_kernel_but_the_fastest():
 def test_the_budget_holds_and_what_is_left_out_is_counted(seconds, burst_s, sustained_s):
     device = FormulaDevice(burst_s=burst_s, sustained_s=sustained_s)
     found = profile(device, seconds)
-    # However short, the layer is read twice, and static power once.
-    least = 0.4 * seconds + burst_s + 3 * sustained_s
+    # However short, the layer is read twice, static power and what is around the layers once.
+    least = 0.4 * seconds + burst_s + 4 * sustained_s
     assert device.now - 100.0 <= max(seconds, least) + 2 * sustained_s
     if found.alone:
         assert device.now - 100.0 <= seconds + 1e-6
     assert len(found.bursts) + found.num_skipped_bursts == len(list(bursts(SCOPE)))
     read = len(found.alone) + len(found.pairs)
     assert read + found.num_skipped_points == len(sustained_points(SCOPE, found.bursts))
-    assert found.num_sustained <= MOST_SUSTAINED + 3
+    assert found.num_sustained <= MOST_SUSTAINED + 4
 
 
 def test_five_minutes_are_enough_for_all_of_it():
