@@ -9,14 +9,16 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from control_plane.bench import offload_rounds
-from control_plane.bench.offload_device import Timing
+from control_plane.bench.offload_device import FakeDevice, Timing
 from control_plane.bench.offload_ideal import IdealLru, Use, ideal_hits
+from control_plane.bench.offload_local_store import LocalStore, service_of
 from control_plane.bench.offload_options import SimulationOptions, Sweep
 from control_plane.bench.offload_rounds import ROUNDS_FILE, Conversation, Round, make, read
 from control_plane.bench.offload_simulation import Node, simulate
@@ -24,6 +26,7 @@ from control_plane.bench.offload_sweeps import node_of, run
 from control_plane.bench.offload_work import BLOCK_PAGE, read_blocks, scaled, select, sessions_of
 from control_plane.main import app
 from control_plane.options import ConfigError
+from scheduler.plan import IterationPlan, KVMove, MoveKind
 
 SHARED = Path(os.environ.get("NANOFLOW_SHARED", Path(__file__).parents[2].parent / "shared"))
 
@@ -185,6 +188,29 @@ def test_pages_that_cost_more_to_load_than_to_compute_are_computed():
     dear = replace(NODE, timing=Timing(load_page_s=1.0))
     outcome, free = simulate(dear, sessions_of(small(30)), 500), simulate(NODE, sessions_of(small(30)), 500)
     assert 0 < outcome.cpu_hits < free.cpu_hits / 2
+
+
+def test_a_page_that_two_loads_bring_at_once_is_counted(tmp_path):
+    service = service_of(64, 0, 0, tmp_path, lambda: 0.0)
+    device = FakeDevice(Timing(), 64, LocalStore(service, lambda: 0.0))
+    none = np.empty(0, np.int32)
+
+    def plan(step: int, *moves: KVMove) -> IterationPlan:
+        return IterationPlan(step, 0, (), *(none for _ in range(6)), 0, np.empty(0, np.bool_), moves)
+
+    digests = tuple(bytes([number]) * 32 for number in range(3))
+    device.start(plan(0, KVMove(0, MoveKind.STORE, (0, 1, 2), digests)), 0.0)
+    assert [each.num_pages for each in device.finish(plan(0), 0.1).moves] == [3]
+    loads = [KVMove(1, MoveKind.LOAD, (3, 4), digests[:2]), KVMove(2, MoveKind.LOAD, (5, 6), digests[1:])]
+    device.start(plan(1, *loads), 0.1)
+    assert [each.num_pages for each in device.finish(plan(1), 0.2).moves] == [2, 2]
+    device.start(plan(2, KVMove(3, MoveKind.LOAD, (7,), digests[:1])), 0.2)
+    device.start(plan(2, KVMove(4, MoveKind.STORE, (7,), digests[:1])), 0.2)
+    device.finish(plan(2), 0.3)
+    traffic = device.traffic
+    assert (traffic.num_loaded, traffic.num_loaded_twice) == (5, 1)
+    assert (traffic.num_stored, traffic.num_stored_twice) == (3, 1)
+    service.close()
 
 
 # --- a trace with block identities ---

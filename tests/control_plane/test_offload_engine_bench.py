@@ -22,6 +22,7 @@ from scheduler.plan import RequestEnd
 from scheduler.request import FinishReason
 from scheduler.scheduler_config import SchedulerConfig
 from worker.config import WorkerConfig
+from worker.cuda_executor import CudaExecutor
 from worker.executor import LocalExecutor, Worker
 
 CPU_BYTES = 64 << 20
@@ -136,6 +137,30 @@ def test_every_prompt_has_what_was_said_in_front(stories_folder, at_once):
                 session.answer("too long", [1] * 5000, 4)
     finally:
         executor.close()
+
+
+@pytest.mark.parametrize("kind", [LocalExecutor, CudaExecutor])
+def test_one_executor_serves_one_session_after_the_other(stories_folder, kind):
+    """Each with a scheduler of its own, which knows nothing of what slots and pages hold."""
+    config = WorkerConfig(stories_folder, num_pages=40, max_batch_tokens=64, max_slots=4, num_threads=1)
+    if kind is LocalExecutor:
+        worker = Worker(config)
+        worker.load()
+        executor = LocalExecutor(worker)
+    else:
+        executor = CudaExecutor(config)
+    conversations = [Conversation(number, (Round(0.0, 20, 12), Round(0.0, 10, 8))) for number in range(4)]
+    said = []
+    try:
+        for _ in range(2):
+            with Session(executor, SchedulerConfig(), None, 30.0) as session:
+                play(session, conversations, Pace(1, 0.0), 512)
+                said.append({name: answer.token_ids for name, answer in session.answers.items()})
+                assert session.forget() > 0
+                assert session.answer("again", [1, *range(40)], 3).end.num_cached_tokens == 0
+    finally:
+        executor.close()
+    assert said[0] == said[1]
 
 
 # --- rows ---
