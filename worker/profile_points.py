@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autosearch.operators import Operator, Resource
+from worker.kernel_set import DECODE_VARIANTS
+from worker.kernels.decode_attention_cuda import VARIANTS as CUDA_VARIANTS
 from worker.streams import GROUP_SMS, WHOLE, Place
 
 _LINEAR = ("", "128x128")
@@ -20,7 +22,7 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "qkv": _LINEAR,
     "o": _LINEAR,
     "down": _LINEAR,
-    "decode_attention": ("4x4", "5x2", "cuda"),
+    "decode_attention": (*DECODE_VARIANTS, *CUDA_VARIANTS),
 }
 MOST_SUSTAINED = 150
 # Attention's part of the SMs in pairs; the middle one is the likeliest to pay and comes first.
