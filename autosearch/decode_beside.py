@@ -73,6 +73,6 @@ def candidates(
     return [
         decode_beside(operators, batch_tokens, split, sms / num_sms, num_beside, kernel)
         for split, num_beside, kernel in kinds
-        if 0 < num_decodes and split < batch_tokens
+        if num_decodes > 0 and split < batch_tokens
         for sms in range(5 * SM_STEP, num_sms - 5 * SM_STEP, SM_STEP)
     ]
