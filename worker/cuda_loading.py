@@ -24,6 +24,7 @@ from worker.cuda_model import CudaModel, GraphKey, parameter_bytes, unsupported
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError
+from worker.folded_norms import is_folded
 from worker.kernel_set import KernelSet, ReferenceKernels, TritonKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
@@ -255,6 +256,7 @@ def read_schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSched
         schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
     for schedule in schedules:
         schedule.validate(operators)
+        is_folded(schedule)
         if max(len(schedule.ranges(name)) for name in ATTENTION) > MAX_RANGES:
             raise InvalidScheduleError(f"{schedule.name}: attention on more than {MAX_RANGES} ranges of rows")
     return tuple(schedules)

@@ -18,7 +18,8 @@ from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
-from worker.kernel_set import GATE_BLOCK, How, KernelSet
+from worker.folded_norms import ADD, NO_PASS, SCALED, is_folded
+from worker.kernel_set import GATE_BLOCK, How, KernelSet, Norm
 from worker.kernels.reference import interleave_gate_up
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
@@ -77,6 +78,7 @@ class CudaModel:
         self._attention = like.new_zeros(rows, spec.num_heads * spec.head_dim)
         self._both = like.new_zeros(rows, 2 * spec.intermediate_size)
         self._gated = like.new_zeros(rows, spec.intermediate_size)
+        self._squares = torch.zeros(Norm.num_parts(spec.hidden_size), rows, device=device)
         num_samples = min(rows, limits.slots)
         self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
         self._random_hidden = like.new_zeros(RANDOM_ROWS, spec.hidden_size)
@@ -105,6 +107,7 @@ class CudaModel:
         operators = layer_operators(self.spec)
         for schedule in schedules:
             schedule.validate(operators)
+            is_folded(schedule)
             order = LaneOrder(schedule, operators, self.num_sms)
             if self._device.type == "cuda" and order.partitions:
                 if not isinstance(self._streams, CudaStreams):
@@ -223,9 +226,10 @@ class CudaModel:
         operators = self.operators(key.has_prefill)
         if parts is not None:
             operators = {name: o if name in parts else replace(o, run=_nothing) for name, o in operators.items()}
-        self._run_layers(self.schedule(key), operators, num_layers or self.spec.num_layers)
+        schedule = self.schedule(key)
+        self._run_layers(schedule, operators, num_layers or self.spec.num_layers)
         if parts is None or "lm_head" in parts:
-            self._choose_tokens(samples)
+            self._choose_tokens(samples, None if key.schedule and is_folded(schedule) else self._delta)
 
     def schedule(self, key: GraphKey) -> PipelineSchedule:
         """What the iteration's layers run by."""
@@ -247,13 +251,13 @@ class CudaModel:
 
         order.run(num_layers, self._streams, launch)
 
-    def _choose_tokens(self, samples: int) -> None:
-        """The greedy choice of the sampled rows, as results and as next tokens."""
+    def _choose_tokens(self, samples: int, delta: torch.Tensor | None) -> None:
+        """The greedy choice of the sampled rows, as results and as next tokens. delta: not in the residual yet."""
         view = self.view
         hidden = self._sampled_hidden[:samples]
         self._kernels.gather_norm(
             self._residual,
-            self._delta,
+            delta,
             view["sample_rows"][:samples],
             view["counts"][0:1],
             self._weights[FINAL_NORM],
@@ -269,7 +273,21 @@ class CudaModel:
     def _bias(self, layer: int, name: str) -> torch.Tensor | None:
         return self._weights.get(f"layers.{layer}.{name}")
 
+    def _norm(self, rows: _Rows) -> Norm | None:
+        """Of the rows that a GEMM reads, where the one before has left it."""
+        folded = rows.how.kernel == SCALED
+        return Norm(self._squares[:, rows.start : rows.stop], self.spec.norm_eps) if folded else None
+
+    def _add(self, x: torch.Tensor, layer: int, name: str, gain: torch.Tensor, rows: _Rows) -> None:
+        """Add x times a weight to the residual stream, for a norm with this gain."""
+        part = slice(rows.start, rows.stop)
+        residual, normed, squares = self._residual[part], self._normed[part], self._squares[:, part]
+        weight, bias = self._layer(layer, name), self._bias(layer, f"{name}_bias")
+        self._kernels.add(x[part], weight, bias, residual, gain, normed, squares, rows.how)
+
     def _attn_norm(self, layer: int, rows: _Rows) -> None:
+        if layer and rows.how.kernel == NO_PASS:
+            return
         part = slice(rows.start, rows.stop)
         delta = self._delta[part] if layer else None
         self._kernels.norm(
@@ -278,9 +296,9 @@ class CudaModel:
 
     def _run_qkv(self, layer: int, rows: _Rows) -> None:
         part = slice(rows.start, rows.stop)
-        self._kernels.linear(
-            self._normed[part], self._layer(layer, "qkv"), self._bias(layer, "qkv_bias"), self._qkv[part], rows.how
-        )
+        norm = self._norm(rows) if layer else None  # the first layer's norm always is a pass of its own
+        weight, bias = self._layer(layer, "qkv"), self._bias(layer, "qkv_bias")
+        self._kernels.linear(self._normed[part], weight, bias, self._qkv[part], rows.how, norm)
 
     def _rope_append(self, layer: int, rows: _Rows) -> None:
         part, cache = slice(rows.start, rows.stop), self._pages()
@@ -309,12 +327,17 @@ class CudaModel:
         return {"ticket": ticket, "group": self._group, "how": rows.how}
 
     def _run_o(self, layer: int, rows: _Rows) -> None:
+        if rows.how.kernel == ADD:
+            self._add(self._attention, layer, "o", self._layer(layer, "ffn_norm"), rows)
+            return
         part = slice(rows.start, rows.stop)
         self._kernels.linear(
             self._attention[part], self._layer(layer, "o"), self._bias(layer, "o_bias"), self._delta[part], rows.how
         )
 
     def _ffn_norm(self, layer: int, rows: _Rows) -> None:
+        if rows.how.kernel == NO_PASS:
+            return
         part = slice(rows.start, rows.stop)
         weight = self._layer(layer, "ffn_norm")
         self._kernels.norm(self._residual[part], self._delta[part], weight, self._normed[part], self.spec.norm_eps)
@@ -323,9 +346,14 @@ class CudaModel:
         part = slice(rows.start, rows.stop)
         weight = self._layer(layer, "gate_up")
         both, gated = self._both[part], self._gated[part]
-        self._kernels.gated(self._normed[part], weight, both, gated, self._gate_block, rows.how)
+        self._kernels.gated(self._normed[part], weight, both, gated, self._gate_block, rows.how, self._norm(rows))
 
     def _down(self, layer: int, rows: _Rows) -> None:
+        if rows.how.kernel == ADD:
+            last = layer == self.spec.num_layers - 1
+            gain = self._weights[FINAL_NORM] if last else self._layer(layer + 1, "attn_norm")
+            self._add(self._gated, layer, "down", gain, rows)
+            return
         part = slice(rows.start, rows.stop)
         self._kernels.linear(
             self._gated[part], self._layer(layer, "down"), self._bias(layer, "down_bias"), self._delta[part], rows.how

@@ -30,6 +30,19 @@ class How:
     kernel: str = ""  # a variant by name; empty: the default
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Of the rows that a GEMM reads, as kernels.gemm.linear_add left it: they are scaled already."""
+
+    squares: torch.Tensor  # [parts, rows] fp32
+    eps: float
+
+    @staticmethod
+    def num_parts(columns: int) -> int:
+        """Parts that there must be room for."""
+        return -(-columns // 256)
+
+
 class KernelSet(Protocol):
     """What the model needs; shapes as in the modules of worker.kernels."""
 
@@ -42,12 +55,38 @@ class KernelSet(Protocol):
     def gather_norm(self, *args: Any) -> None: ...
 
     def linear(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, how: How = How()
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        how: How = How(),
+        norm: Norm | None = None,
     ) -> None: ...
 
     def gated(
-        self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int, how: How = How()
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        both: torch.Tensor,
+        out: torch.Tensor,
+        block: int,
+        how: How = How(),
+        norm: Norm | None = None,
     ) -> None: ...
+
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = How(),
+    ) -> None:
+        """As kernels.gemm.linear_add."""
 
     def rope_append(self, *args: Any, num_heads: int) -> None: ...
 
@@ -77,15 +116,41 @@ class ReferenceKernels:
         reference.gather_add_rms_norm(*args)
 
     def linear(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, how: How = How()
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        how: How = How(),
+        norm: Norm | None = None,
     ) -> None:
-        reference.linear(x, w, out, bias)
+        reference.linear(x, w, out, bias, norm.squares if norm else None, norm.eps if norm else 0.0)
 
     def gated(
-        self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int, how: How = How()
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        both: torch.Tensor,
+        out: torch.Tensor,
+        block: int,
+        how: How = How(),
+        norm: Norm | None = None,
     ) -> None:
-        reference.linear(x, w, both)
+        self.linear(x, w, None, both, how, norm)
         reference.silu_mul(both, out, block)
+
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = How(),
+    ) -> None:
+        reference.linear_add(x, w, residual, gain, scaled, squares, bias)
 
     def rope_append(self, *args: Any, num_heads: int) -> None:
         reference.rope_append(*args, num_heads=num_heads)
@@ -140,10 +205,18 @@ class TritonKernels:
         self._elementwise.gather_add_rms_norm(*args)
 
     def linear(
-        self, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, how: How = How()
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        how: How = How(),
+        norm: Norm | None = None,
     ) -> None:
-        if how != How() and w.shape[0] % 8 == 0:
-            self._gemm.linear(x, w, out, sms=how.sms or self._sms, bias=bias, tile=self._tile(how))
+        if norm or (how != How() and w.shape[0] % 8 == 0):
+            sms, tile = how.sms or self._sms, self._tile(how)
+            squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
+            self._gemm.linear(x, w, out, sms=sms, bias=bias, squares=squares, eps=eps, tile=tile)
             return
 
         def cublas() -> None:
@@ -163,10 +236,22 @@ class TritonKernels:
             self.gemm_choice.run((rows, columns, w.shape[1], 0), (cublas, persistent))
 
     def gated(
-        self, x: torch.Tensor, w: torch.Tensor, both: torch.Tensor, out: torch.Tensor, block: int, how: How = How()
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        both: torch.Tensor,
+        out: torch.Tensor,
+        block: int,
+        how: How = How(),
+        norm: Norm | None = None,
     ) -> None:
-        if how != How() and block == self._gemm.GATE_BLOCK:
-            self._gemm.linear(x, w, out, sms=how.sms or self._sms, silu_mul=True)
+        if norm and block != self._gemm.GATE_BLOCK:
+            self.linear(x, w, None, both, how, norm)
+            self._elementwise.silu_mul(both, out, block)
+            return
+        if norm or (how != How() and block == self._gemm.GATE_BLOCK):
+            squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
+            self._gemm.linear(x, w, out, sms=how.sms or self._sms, silu_mul=True, squares=squares, eps=eps)
             return
 
         def cublas() -> None:
@@ -184,6 +269,19 @@ class TritonKernels:
         else:
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
             self.gemm_choice.run((rows, columns, depth, 1), (cublas, persistent))
+
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = How(),
+    ) -> None:
+        self._gemm.linear_add(x, w, residual, gain, scaled, squares, sms=how.sms or self._sms, bias=bias)
 
     def rope_append(self, *args: Any, num_heads: int) -> None:
         self._elementwise.rope_append(*args, num_heads=num_heads)

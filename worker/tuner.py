@@ -1,8 +1,9 @@
 """Runs candidate schedules on the device, in turns, and keeps the fastest: a search proposes, a measurement decides.
 
-First every candidate runs for a moment, to drop those that are clearly behind; then the best few and the sequential
-schedule run again and again, there and back (A B C C B A …), long enough for power to settle. A candidate that does
-not beat the sequential schedule is not kept. Knows nothing of where candidates come from or how they are run.
+First every candidate runs for a moment, to drop those that are clearly behind, and then the best of them with folded
+norms; then the best few and the sequential schedule run again and again, there and back (A B C C B A ...), long enough
+for power to settle. A candidate that does not beat the sequential schedule, with folded norms or without, is not kept.
+Knows nothing of where candidates come from or how they are run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 from autosearch.pipeline import Figures, PipelineSchedule
 from autosearch.workload import Workload
+from worker.folded_norms import fold_norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Tuned:
 
     best: PipelineSchedule  # with its figures; the sequential one where nothing beat it
     finalists: tuple[Measured, ...]  # the fastest first
-    sequential: Measured
+    sequential: Measured  # the faster one: with folded norms or without
     screened: tuple[tuple[str, float], ...]  # all candidates by name with their first milliseconds
 
     @property
@@ -82,17 +84,27 @@ def tune(
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
     """Measure candidates for one batch. What comes back is planned for that batch."""
-    pool = {schedule.name: schedule for schedule in candidates}
+    pool: dict[str, PipelineSchedule] = {}
     bench.run(sequential, effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
     screened: dict[str, float] = {}
-    for name, schedule in pool.items():
-        screened[name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
-        say(f"{name}: {screened[name]:.2f} ms")
-    names = sorted(screened, key=screened.__getitem__)[: effort.num_finalists]
-    finalists = measure_in_turns(bench, [sequential, *(pool[name] for name in names)], effort)
-    baseline, ranked = finalists[0], tuple(sorted(finalists, key=lambda measured: measured.median_ms))
+
+    def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
+        """The best few so far."""
+        for schedule in schedules:
+            ms = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
+            pool[schedule.name], screened[schedule.name] = schedule, ms
+            say(f"{schedule.name}: {ms:.2f} ms")
+        return [pool[name] for name in sorted(screened, key=screened.__getitem__)[: effort.num_finalists]]
+
+    folded = fold_norms(sequential)
+    best_few = screen(map(fold_norms, screen(candidates)))
+    own = [sequential, folded]
+    finalists = measure_in_turns(bench, [*own, *best_few], effort)
+    baseline = min(finalists[: len(own)], key=lambda measured: measured.median_ms)
+    ranked = tuple(sorted(finalists, key=lambda measured: measured.median_ms))
     best = ranked[0]
-    seconds, sequential_s = best.median_ms / 1e3, baseline.median_ms / 1e3
+    # Beside what is served where no schedule is chosen.
+    seconds, sequential_s = best.median_ms / 1e3, finalists[0].median_ms / 1e3
     rows = workload.batch_tokens
     kept = replace(
         best.schedule,

@@ -54,7 +54,7 @@ def test_the_fastest_of_each_batch_is_written_with_its_figures(engine, tmp_path,
         assert schedule.measured is not None
         assert schedule.decode_share == batch["num_decodes"] / 256
         assert schedule.gpu == "cpu"
-        assert set(batch["finalists"]) <= {"sequential-256", *batch["screened"]}
+        assert set(batch["finalists"]) <= {"sequential-256", "sequential-256-folded", *batch["screened"]}
         assert "decode-beside-256-128-0.500-1" in batch["screened"]
 
 

@@ -21,6 +21,7 @@ from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_loading import check
 from worker.executor import CapacityError
+from worker.folded_norms import fold_norms
 
 ROWS, SLOTS = 160, 12
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -43,6 +44,24 @@ def schedules(folder) -> dict[str, PipelineSchedule]:
         **{f"overlapped at {cut}": decode_beside(operators, ROWS, cut, 0.5) for cut in (4, SLOTS, 100)},
         "little beside attention": decode_beside(operators, ROWS, SLOTS, 0.25, num_beside=1),
     }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_folded_norms_give_the_same_tokens_in_any_schedule(device, random_model, tmp_path):
+    """To each other, and on a CPU, where nothing is rounded, to norms that are passes of their own."""
+    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    seen = {}
+    for name, schedule in schedules(folder).items():
+        folded = fold_norms(replace(schedule, name=name.replace(" ", "-")))
+        decode = tuple(
+            replace(op, kernel="4x4") if op.operator == "decode_attention" else op for op in folded.operations
+        )
+        path = written(tmp_path, replace(folded, operations=decode))
+        seen[name], num_overlapped = run(config_for(folder, device, [path]))
+        assert num_overlapped > 2, name
+    assert all(tokens == seen["sequential"] for tokens in seen.values())
+    if device == "cpu":
+        assert seen["sequential"] == run(config_for(folder, device))[0]
 
 
 def run(config: WorkerConfig) -> tuple[dict[str, list[int]], int]:
@@ -138,4 +157,7 @@ def test_schedules_that_cannot_run_are_refused_before_anything_is_loaded(random_
 
     refused(sequential(operators, 2 * ROWS), CapacityError, "raise --max-num-batched-tokens")
     refused(sequential(operators[:-1], ROWS), InvalidScheduleError, "down covers 0")
+    half = replace(sequential(operators, ROWS), operations=fold_norms(sequential(operators, ROWS)).operations[:3])
+    rest = sequential(operators, ROWS).operations[3:]
+    refused(replace(half, operations=(*half.operations, *rest)), InvalidScheduleError, "everywhere or nowhere")
     refused(nanobatch_only(operators, ROWS, 16), InvalidScheduleError, "more than 15 ranges")

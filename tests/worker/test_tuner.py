@@ -21,15 +21,17 @@ FAMILY = [decode_beside(OPERATORS, 2048, 1024, share) for share in (0.25, 0.4, 0
 class FakeBench:
     """True milliseconds by name, with noise and a card that gets slower as it warms up."""
 
-    def __init__(self, ms: dict[str, float], noise: float = 0.004, drift: float = 0.0) -> None:
-        self._ms, self._noise, self._drift = ms, noise, drift
+    def __init__(self, ms: dict[str, float], noise: float = 0.004, drift: float = 0.0, folding: float = 1.03) -> None:
+        self._ms, self._noise, self._drift, self._folding = ms, noise, drift, folding
         self._draw = random.Random(0)
         self.runs: list[str] = []
 
     def run(self, schedule, settle_s, seconds):
         self.runs.append(schedule.name)
         slower = 1 + self._drift * len(self.runs)
-        return Reading(self._ms[schedule.name] * slower * (1 + self._draw.gauss(0, self._noise)), 45.0)
+        plain = schedule.name.removesuffix("-folded")
+        folding = self._folding if plain != schedule.name else 1.0
+        return Reading(self._ms[plain] * folding * slower * (1 + self._draw.gauss(0, self._noise)), 45.0)
 
 
 def times(best: float) -> dict[str, float]:
@@ -55,6 +57,18 @@ def test_what_is_not_faster_than_the_sequential_schedule_is_not_kept():
     choice = ScheduleChoice([tuned.best]).choose(2048, 1000, 760_000)
     assert choice.is_known
     assert choice.name == ""
+
+
+def test_folded_norms_count_for_both_sides():
+    """Where they help, the best sequential schedule has them too, and the gain is over that one."""
+    tuned = tune(FakeBench(times(67.0), folding=0.98), SEQUENTIAL, FAMILY, WORK, 32)
+    assert tuned.best.name == f"{FAMILY[2].name}-folded"
+    assert tuned.sequential.schedule.name == f"{SEQUENTIAL.name}-folded"
+    assert tuned.gain == pytest.approx(70 / 67, rel=0.01)
+    assert tuned.best.measured.sequential_tokens_per_s_per_gpu == pytest.approx(2048 / 70e-3, rel=0.01)
+    alone = tune(FakeBench(times(72.0), folding=0.98), SEQUENTIAL, FAMILY, WORK, 32)
+    assert alone.gain == 1
+    assert ScheduleChoice([alone.best]).choose(2048, 1000, 760_000).name == f"{SEQUENTIAL.name}-folded"
 
 
 def test_a_card_that_slows_down_on_the_way_harms_all_alike():

@@ -82,14 +82,14 @@ def add_rms_norm(
 
 def gather_add_rms_norm(
     residual: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
     rows: torch.Tensor,
     num_rows: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
 ) -> None:
-    """out[i] = RMSNorm((residual + delta)[rows[i]]) for i < num_rows; out [len(rows), hidden]."""
+    """out[i] = RMSNorm((residual + delta, where given)[rows[i]]) for i < num_rows; out [len(rows), hidden]."""
     hidden = residual.shape[1]
     block = triton.next_power_of_2(hidden)
     _add_rms_norm_kernel[(rows.shape[0],)](

@@ -50,19 +50,37 @@ def _halves(acc, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
+def _add(c, scaled, gain, product, row, column, columns, N, DTYPE: tl.constexpr):
+    """c += product, scaled = c * gain, in half a tile's columns; the sums of c squared."""
+    value = (product + c.load([row, column]).to(tl.float32)).to(DTYPE)
+    c.store([row, column], value)
+    # What later layers read is the rounded sum: the norm must see the same.
+    value = value.to(tl.float32)
+    by_column = tl.load(gain + columns, mask=columns < N, other=0.0).to(tl.float32)
+    scaled.store([row, column], (value * by_column[None, :]).to(DTYPE))
+    return tl.sum(value * value, 1)
+
+
+@triton.jit
 def _gemm_kernel(
     a,  # descriptor [M, K], blocks [BM, BK]
     b,  # descriptor [N, K], blocks [BN, BK]
     c,  # descriptor [M, N] or, with SILU_MUL, [M, N // 2], blocks [BM, BN // 2]
+    scaled,  # descriptor as c's, with gain
     bias,  # [N] or None
+    gain,  # [N] or None: c += product, scaled = c * gain, and each tile's sums of c squared go to squares
+    squares,  # [PARTS, squares_stride] fp32: parts of the sums of rows' squares, written with gain, else read, or None
+    squares_stride,
     num_rows,  # pointer to the live row count, or None
     M,
     N,
     K,
+    eps,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    PARTS: tl.constexpr,  # of the squares that are read
     SILU_MUL: tl.constexpr,
     DTYPE: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,8 +97,19 @@ def _gemm_kernel(
         if bias is not None:
             columns = n * BN + tl.arange(0, BN)
             acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        rows = m * BM + tl.arange(0, BM)
+        if PARTS > 0:
+            total = tl.zeros((BM,), tl.float32)
+            for part in tl.static_range(PARTS):
+                total += tl.load(squares + part * squares_stride + rows, mask=rows < M, other=0.0)
+            acc *= tl.rsqrt(total / K + eps)[:, None]
         left, right = _halves(acc, BM, BN)
-        if SILU_MUL:
+        if gain is not None:
+            columns = n * BN + tl.arange(0, BN // 2)
+            total = _add(c, scaled, gain, left, m * BM, n * BN, columns, N, DTYPE)
+            total += _add(c, scaled, gain, right, m * BM, n * BN + BN // 2, columns + BN // 2, N, DTYPE)
+            tl.store(squares + n * squares_stride + rows, total, mask=rows < M)
+        elif SILU_MUL:
             c.store([m * BM, n * (BN // 2)], (left / (1.0 + tl.exp(-left)) * right).to(DTYPE))
         else:
             c.store([m * BM, n * BN], left.to(DTYPE))
@@ -137,6 +166,8 @@ def linear(
     bias: torch.Tensor | None = None,
     num_rows: torch.Tensor | None = None,
     silu_mul: bool = False,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
     tile: Tile = Tile(),
 ) -> None:
     """out[M, N] = x[M, K] @ weight[N, K].T + bias; with `silu_mul`, out[M, N/2] = silu(gate) * up.
@@ -144,22 +175,78 @@ def linear(
     `silu_mul` wants a weight whose gate and up rows alternate in blocks of GATE_BLOCK (`interleave_gate_up`).
     `num_rows` is a one-element int32 tensor on the device: rows from there on are left as they are, up to the
     end of a tile. K * itemsize and the row sizes of `out` must be multiples of 16 bytes (TMA).
+
+    `squares` [parts, >= M] fp32 are parts of the sums of squares of the rows that x is a multiple of (`linear_add`):
+    each row of the product is divided by their root mean square, over K. So x @ weight.T becomes what it would be of
+    the normed rows.
     """
+    parts = 0 if squares is None else squares.shape[0]
+    _launch(x, weight, out, None, None, bias, squares, num_rows, eps, parts, silu_mul, sms, tile)
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    scaled: torch.Tensor,
+    squares: torch.Tensor,
+    *,
+    sms: int,
+    bias: torch.Tensor | None = None,
+    tile: Tile = Tile(),
+) -> None:
+    """residual[M, N] += x[M, K] @ weight[N, K].T + bias; scaled[M, N] = residual * gain[N].
+
+    Parts of the rows' sums of residual squared go to squares [`num_parts(N)`, >= M] fp32: with them and `scaled` the
+    next GEMM computes on RMSNorm(residual) with weight `gain`, and no norm need run.
+    """
+    assert squares.shape[0] == num_parts(weight.shape[0], tile)
+    _launch(x, weight, residual, scaled, gain, bias, squares, None, 0.0, 0, False, sms, tile)
+
+
+def num_parts(columns: int, tile: Tile = Tile()) -> int:
+    """Parts that `linear_add` leaves of each row's sum of squares."""
+    return int(triton.cdiv(columns, tile.columns))
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    scaled: torch.Tensor | None,
+    gain: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    num_rows: torch.Tensor | None,
+    eps: float,
+    parts: int,
+    silu_mul: bool,
+    sms: int,
+    tile: Tile,
+) -> None:
     (m, k), n = x.shape, weight.shape[0]
     grid = _grid(m, n, tile, sms)
+    half = [tile.rows, tile.columns // 2]
     _gemm_kernel[(grid,)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
-        TensorDescriptor.from_tensor(out, [tile.rows, tile.columns // 2]),
+        TensorDescriptor.from_tensor(out, half),
+        None if scaled is None else TensorDescriptor.from_tensor(scaled, half),
         bias,
+        gain,
+        squares,
+        0 if squares is None else squares.stride(0),
         num_rows,
         m,
         n,
         k,
+        eps,
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
         GROUP=8,
+        PARTS=parts,
         SILU_MUL=silu_mul,
         DTYPE=_DTYPES[out.dtype],
         num_warps=tile.warps,

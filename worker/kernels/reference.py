@@ -36,17 +36,18 @@ def add_rms_norm(
 
 def gather_add_rms_norm(
     residual: torch.Tensor,
-    delta: torch.Tensor,
+    delta: torch.Tensor | None,
     rows: torch.Tensor,
     num_rows: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
     eps: float,
 ) -> None:
-    """out[i] = RMSNorm((residual + delta)[rows[i]]) for i < num_rows."""
-    count = int(num_rows)
-    chosen = rows[:count].long()
-    x = (residual[chosen].float() + delta[chosen].float()).to(residual.dtype)
+    """out[i] = RMSNorm((residual + delta, where given)[rows[i]]) for i < num_rows."""
+    chosen = rows[: (count := int(num_rows))].long()
+    x = residual[chosen]
+    if delta is not None:
+        x = (x.float() + delta[chosen].float()).to(residual.dtype)
     out[:count] = _rms_norm(x, weight, eps).to(out.dtype)
 
 
@@ -89,10 +90,41 @@ def silu_mul(gate_up: torch.Tensor, out: torch.Tensor, gate_block: int) -> None:
     out.copy_((functional.silu(pairs[:, :, 0]) * pairs[:, :, 1]).reshape(out.shape))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    """out = x @ weight.T + bias, accumulated in fp32."""
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    squares: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """out = x @ weight.T + bias, accumulated in fp32; with squares, of the rows over their root mean square."""
     y = x.float() @ weight.float().T
+    if squares is not None:
+        y *= inverse_rms(squares, x.shape[0], x.shape[1], eps)
     out.copy_(y if bias is None else y + bias.float())
+
+
+def linear_add(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    residual: torch.Tensor,
+    gain: torch.Tensor,
+    scaled: torch.Tensor,
+    squares: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> None:
+    """residual += x @ weight.T + bias, scaled = residual * gain; the first part of squares gets all of the sums."""
+    y = x.float() @ weight.float().T
+    residual.copy_(residual.float() + (y if bias is None else y + bias.float()))
+    scaled.copy_(residual.float() * gain.float())
+    squares[:, : len(x)] = 0
+    squares[0, : len(x)] = residual.float().square().sum(-1)
+
+
+def inverse_rms(squares: torch.Tensor, rows: int, columns: int, eps: float) -> torch.Tensor:
+    """[rows, 1] from parts of the rows' sums of `columns` squares."""
+    return torch.rsqrt(squares[:, :rows].sum(0) / columns + eps)[:, None]
 
 
 def _keys(pages: torch.Tensor, table: torch.Tensor, end: int) -> torch.Tensor:

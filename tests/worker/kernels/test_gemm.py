@@ -72,3 +72,31 @@ def test_argmax_epilogue(dtype, device):
     assert torch.equal(chosen[finite].long(), expected[finite])
     assert chosen[5] == 300
     assert value[9] == float("inf")
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_norms_in_the_ends_of_two_gemms_equal_a_norm_between_them(with_bias, dtype, device):
+    from worker.kernels import gemm
+
+    rows, hidden, wide, eps = 200, 328, 256, 1e-5
+    x, w = (torch.randn(n, 192, device=device).to(dtype) / 8 for n in (rows, hidden))
+    residual, gain = torch.randn(rows, hidden, device=device).to(dtype), torch.rand(hidden, device=device).to(dtype)
+    bias = torch.randn(hidden, device=device).to(dtype) if with_bias else None
+    then = torch.randn(wide, hidden, device=device).to(dtype) / 16
+    delta, normed, expected = (torch.empty(rows, n, dtype=dtype, device=device) for n in (hidden, hidden, wide))
+    own, scaled, out = residual.clone(), torch.empty_like(normed), torch.empty_like(expected)
+    reference.linear(x, w, delta, bias)
+    reference.add_rms_norm(residual, delta, gain, normed, eps)
+    reference.linear(normed, then, expected)
+    squares = torch.full((gemm.num_parts(hidden), rows + 8), float("nan"), device=device)
+    gemm.linear_add(x, w, own, gain, scaled, squares, sms=3, bias=bias)
+    gemm.linear(scaled, then, out, sms=3, squares=squares, eps=eps)
+    assert relative_error(own, residual) < 5e-3
+    assert relative_error(out, expected) < 8e-3
+    assert squares[:, rows:].isnan().all()
+    gate_up = reference.interleave_gate_up(then[:128], then[128:], gemm.GATE_BLOCK)
+    gated, both, wanted = (torch.empty(rows, n, dtype=dtype, device=device) for n in (128, 256, 128))
+    gemm.linear(scaled, gate_up, gated, sms=3, silu_mul=True, squares=squares, eps=eps)
+    reference.linear(normed, gate_up, both)
+    reference.silu_mul(both, wanted, gemm.GATE_BLOCK)
+    assert relative_error(gated, wanted) < 1e-2
