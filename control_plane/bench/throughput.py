@@ -15,6 +15,7 @@ import platform
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from control_plane.progress import ProgressLine
 from scheduler.loop import EngineLoop
 from scheduler.plan import EngineCapacity, IterationPlan, StepResult
 from scheduler.ports import Executor, PendingStep
+from scheduler.request import NewRequest
 from worker.cuda_executor import CudaExecutor
 
 
@@ -112,20 +114,7 @@ def _measure(
     snapshots = Snapshots(gpu) if gpu and mode.breakdown else None
     record = Record(len(requests), snapshots.on_step if snapshots else lambda stats: None)
     driven = Synchronous(executor, engine.step_timeout) if mode.synchronous else executor
-    loop = make_loop(engine, driven, record, len(requests))
-    thread = threading.Thread(target=_run_loop, args=(loop, record), name="engine")
-    meter = GpuMeter() if gpu else None
-    if meter:
-        meter.start()
-    submitted = time.perf_counter()
-    loop.submit(requests)
-    thread.start()
-    record.done.wait()
-    power = meter.stop(prompt_tokens + output_tokens) if meter else {}
-    loop.stop()
-    thread.join()
-    if record.failures:
-        raise RuntimeError(f"{len(record.failures)} requests did not end as they should: {record.failures[0]}")
+    submitted, power = play(engine, driven, record, requests, GpuMeter() if gpu else None)
     figures = record.figures(submitted, prompt_tokens, output_tokens)
     if engine.kv_store is not None:
         figures |= _moves(record)
@@ -138,6 +127,30 @@ def _measure(
     if snapshots:
         figures |= waterfall(snapshots, record, figures, rate, output_tokens)
     return figures
+
+
+def play(
+    engine: EngineConfig, executor: Executor, record: Record, requests: Sequence[NewRequest], meter: GpuMeter | None
+) -> tuple[float, dict[str, Any]]:
+    """Submit all requests to a new loop over the executor and wait for their ends: when that was, and the power drawn.
+
+    Raises RuntimeError where a request does not end as it should.
+    """
+    loop = make_loop(engine, executor, record, len(requests))
+    thread = threading.Thread(target=_run_loop, args=(loop, record), name="engine")
+    num_tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
+    if meter:
+        meter.start()
+    submitted = time.perf_counter()
+    loop.submit(requests)
+    thread.start()
+    record.done.wait()
+    power = meter.stop(num_tokens) if meter else {}
+    loop.stop()
+    thread.join()
+    if record.failures:
+        raise RuntimeError(f"{len(record.failures)} requests did not end as they should: {record.failures[0]}")
+    return submitted, power
 
 
 def _run_loop(loop: EngineLoop, record: Record) -> None:
