@@ -185,7 +185,7 @@ def test_the_committed_rounds_save_nearly_all_that_can_be_saved():
 
 
 def test_pages_that_cost_more_to_load_than_to_compute_are_computed():
-    dear = replace(NODE, timing=Timing(load_page_s=1.0))
+    dear = replace(NODE, timing=Timing(load_page_s=0.03))
     outcome, free = simulate(dear, sessions_of(small(30)), 500), simulate(NODE, sessions_of(small(30)), 500)
     assert 0 < outcome.cpu_hits < free.cpu_hits / 2
 
