@@ -1,7 +1,7 @@
 """A family of schedules for one GPU: decode attention beside the prefill rows' GEMMs, and nothing else split.
 
-A batch lists its decodes first. Cut between decodes and prefill rows, it becomes two nano-batches of which only one
-has much attention: while that runs on a part of the SMs, the other one's projections run on the rest; all else runs
+A batch lists its decodes first. Cut between decodes and prefill rows, or within the decodes, it becomes two nano-batches
+of which the first has most of the attention: while that runs on a part of the SMs, the other one's projections run on the rest; all else runs
 on whole batches and all SMs. When the GEMMs have ended, their SMs help with the attention. So a layer has one phase
 in which two resources are busy, two hand-overs and few waits. Knows nothing of devices.
 """
@@ -61,18 +61,23 @@ def decode_beside(
 def candidates(
     operators: Sequence[Operator], batch_tokens: int, num_decodes: int, num_sms: int
 ) -> list[PipelineSchedule]:
-    """What is worth measuring for a batch with so many decodes: SMs for attention, operators beside it, the cut.
+    """What is worth measuring for a batch with so many decodes: the cut, operators beside attention, its SMs.
 
-    Empty where there are no decodes, or no whole tile of other rows to run beside them.
+    Cuts after the decodes, and within them, where the GEMMs' SMs have attention of the other rows to do first. Empty
+    where there are no decodes or no whole tile of other rows.
     """
-    cut = -(-num_decodes // ROW_STEP) * ROW_STEP
     num_after = len(operators) - 1 - [operator.name for operator in operators].index(ATTENTION[-1])
+    cut = -(-num_decodes // ROW_STEP) * ROW_STEP
+    within = {ROW_STEP * round(num_decodes * share / ROW_STEP) for share in (0.5, 0.75)} - {cut}
     # All operators beside attention but the last, in each kernel; all of them; with a tile of rows less beside it.
-    kinds = [(cut, num_after - 1, kernel) for kernel in KERNELS]
-    kinds += [(cut, num_after, KERNELS[0]), (cut + ROW_STEP, num_after - 1, KERNELS[0])]
+    kinds = [(cut, num_after - 1, kernel, SM_STEP) for kernel in KERNELS]
+    kinds += [(cut, num_after, KERNELS[0], SM_STEP), (cut + ROW_STEP, num_after - 1, KERNELS[0], SM_STEP)]
+    kinds += [
+        (less, beside, KERNELS[0], 2 * SM_STEP) for less in sorted(within) for beside in (num_after - 1, num_after)
+    ]
     return [
         decode_beside(operators, batch_tokens, split, sms / num_sms, num_beside, kernel)
-        for split, num_beside, kernel in kinds
-        if num_decodes > 0 and split < batch_tokens
-        for sms in range(5 * SM_STEP, num_sms - 5 * SM_STEP, SM_STEP)
+        for split, num_beside, kernel, step in kinds
+        if num_decodes > 0 and 0 < split < batch_tokens
+        for sms in range(5 * SM_STEP, num_sms - 5 * SM_STEP, step)
     ]

@@ -139,6 +139,9 @@ def tune(
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the schedules go, for --schedules.")],
     batch_sizes: Annotated[str, typer.Option(metavar="N,N", help="Batch sizes to measure.")] = "2048",
     decode_shares: Annotated[str, typer.Option(metavar="X,X", help="Shares of their rows that decode.")] = "0.5",
+    num_decodes: Annotated[
+        str | None, typer.Option(metavar="N,N", help="Decodes of each batch, instead of shares of its rows.")
+    ] = None,
     mean_contexts: Annotated[str, typer.Option(metavar="N,N", help="Mean KV tokens of a decode.")] = "768",
     prompt_len: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a prefill chunk.")] = 512,
     candidates: Annotated[
@@ -152,7 +155,8 @@ def tune(
     _set_up_logging(log)
     tune_command.check(engine)
     sizes, shares, contexts = numbers(batch_sizes, int), numbers(decode_shares, float), numbers(mean_contexts, int)
-    batches = tune_command.Batches(tuple(sizes), tuple(shares), tuple(contexts), prompt_len)
+    decodes = tuple(numbers(num_decodes, int)) if num_decodes else ()
+    batches = tune_command.Batches(tuple(sizes), tuple(shares), tuple(contexts), prompt_len, decodes)
     tune_command.run(engine, batches, out, candidates or ())
 
 

@@ -41,15 +41,17 @@ class Batches:
     decode_shares: tuple[float, ...]
     mean_contexts: tuple[int, ...]
     prompt_len: int
+    num_decodes: tuple[int, ...] = ()  # instead of shares, where they are no more than the rows
 
     def mixes(self) -> Iterator[SteadyMix]:
         """Raises ConfigError for numbers that no batch has."""
-        if not all(0 < share < 1 for share in self.decode_shares) or min(*self.sizes, *self.mean_contexts) < 1:
+        if not all(0 < share <= 1 for share in self.decode_shares) or min(*self.sizes, *self.mean_contexts) < 1:
             raise ConfigError("batch sizes and contexts must be at least 1, decode shares between 0 and 1")
         for size in self.sizes:
-            for share in self.decode_shares:
+            shares = [round(share * size) for share in self.decode_shares]
+            for decodes in [count for count in self.num_decodes if 0 < count <= size] if self.num_decodes else shares:
                 for context in self.mean_contexts:
-                    yield SteadyMix(size, round(share * size), context, self.prompt_len)
+                    yield SteadyMix(size, decodes, context, self.prompt_len)
 
 
 def run(

@@ -69,6 +69,11 @@ def test_all_candidates_sample_the_same_tokens(engine):
         assert bench.tokens(decode_beside(operators, 256, cut, 0.5)) == expected
 
 
+def test_batches_may_have_so_many_decodes_instead_of_a_share():
+    mixes = list(Batches((128, 256, 512), (0.5,), (24,), 32, num_decodes=(200,)).mixes())
+    assert [(mix.rows, mix.num_decodes) for mix in mixes] == [(256, 200), (512, 200)]
+
+
 @pytest.mark.parametrize("batches", [Batches((0,), (0.5,), (24,), 8), Batches((256,), (1.5,), (24,), 8)])
 def test_batches_that_cannot_be_are_refused(engine, tmp_path, batches):
     with pytest.raises(ConfigError, match="decode shares between 0 and 1"):
