@@ -9,7 +9,8 @@ nothing of devices.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from autosearch.operators import Operator
 from autosearch.pipeline import NanoOperation, PipelineSchedule
@@ -59,26 +60,53 @@ def decode_beside(
     return PipelineSchedule(name, batch_tokens, tuple(operations))
 
 
-def candidates(
-    operators: Sequence[Operator], batch_tokens: int, num_decodes: int, num_sms: int
-) -> list[PipelineSchedule]:
-    """What is worth measuring for a batch with so many decodes: the cut, operators beside attention, its SMs.
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One schedule of the family."""
 
-    Cuts after the decodes, and within them, where the GEMMs' SMs have attention of the other rows to do first. Empty
-    where there are no decodes or no whole tile of other rows.
-    """
-    num_after = len(operators) - 1 - [operator.name for operator in operators].index(ATTENTION[-1])
-    cut = -(-num_decodes // ROW_STEP) * ROW_STEP
-    within = {ROW_STEP * round(num_decodes * share / ROW_STEP) for share in (0.5, 0.75)} - {cut}
-    # All operators beside attention but the last, in each kernel; all of them; with a tile of rows less beside it.
-    kinds = [(cut, num_after - 1, kernel, SM_STEP) for kernel in KERNELS]
-    kinds += [(cut, num_after, KERNELS[0], SM_STEP), (cut + ROW_STEP, num_after - 1, KERNELS[0], SM_STEP)]
-    kinds += [
-        (less, beside, KERNELS[0], 2 * SM_STEP) for less in sorted(within) for beside in (num_after - 1, num_after)
-    ]
-    return [
-        decode_beside(operators, batch_tokens, split, sms / num_sms, num_beside, kernel)
-        for split, num_beside, kernel, step in kinds
-        if num_decodes > 0 and 0 < split < batch_tokens
-        for sms in range(5 * SM_STEP, num_sms - 5 * SM_STEP, step)
-    ]
+    cut: int  # rows before it have their decode attention on the attention lane
+    sms: int  # of that lane
+    num_beside: int
+    kernel: str
+
+
+class DecodeBeside:
+    """The family for one batch, as a landscape to climb: where to start, and what lies near a schedule."""
+
+    def __init__(self, operators: Sequence[Operator], batch_tokens: int, num_decodes: int, num_sms: int) -> None:
+        self._operators, self._rows, self._num_sms = tuple(operators), batch_tokens, num_sms
+        self._decodes = num_decodes
+        names = [operator.name for operator in operators]
+        self._most_beside = len(names) - 1 - names.index(ATTENTION[-1])
+        self._points: dict[str, Point] = {}
+
+    def start(self) -> list[PipelineSchedule]:
+        """Cuts after the decodes and within them, at few shares. Empty where there is nothing to cut."""
+        after = -(-self._decodes // ROW_STEP) * ROW_STEP
+        within = ROW_STEP * round(self._decodes / 2 / ROW_STEP)
+        beside, kernel = self._most_beside - 1, KERNELS[0]
+        points = [Point(cut, sms, beside, kernel) for cut in (after, within) for sms in (48, 64, 80)]
+        return self._schedules(points)
+
+    def near(self, schedule: PipelineSchedule) -> list[PipelineSchedule]:
+        """One step in each direction; empty for a schedule that is not of the family."""
+        point = self._points.get(schedule.name)
+        if point is None:
+            return []
+        steps = [replace(point, sms=point.sms + more) for more in (-SM_STEP, SM_STEP)]
+        steps += [replace(point, cut=point.cut + more) for more in (-ROW_STEP, ROW_STEP)]
+        steps += [replace(point, num_beside=point.num_beside + more) for more in (-1, 1)]
+        steps += [replace(point, kernel=kernel) for kernel in KERNELS if kernel != point.kernel]
+        return self._schedules(steps)
+
+    def _schedules(self, points: Iterable[Point]) -> list[PipelineSchedule]:
+        """Of those points that there are."""
+        found: dict[str, PipelineSchedule] = {}
+        for point in points:
+            possible = 0 < point.cut < self._rows and SM_STEP <= point.sms <= self._num_sms - 2 * SM_STEP
+            if self._decodes and possible and 1 <= point.num_beside <= self._most_beside:
+                share = point.sms / self._num_sms
+                schedule = decode_beside(self._operators, self._rows, point.cut, share, point.num_beside, point.kernel)
+                found[schedule.name] = schedule
+                self._points[schedule.name] = point
+        return list(found.values())

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from autosearch.decode_beside import candidates
+from autosearch.decode_beside import DecodeBeside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
 from autosearch.schedule_store import INDEX
@@ -108,8 +108,9 @@ def _tune_one(
     except SteadyBatchError as error:
         raise ConfigError(str(error)) from None
     bench = ScheduleBench(model, plan, meter.joules if meter else lambda: 0.0)
-    pool = [*candidates(operators, mix.rows, mix.num_decodes, model.num_sms), *proposed]
-    return tune(bench, sequential(operators, mix.rows), pool, mix.workload, spec.num_layers, effort, _say)
+    family = DecodeBeside(operators, mix.rows, mix.num_decodes, model.num_sms)
+    baseline = sequential(operators, mix.rows)
+    return tune(bench, baseline, family, proposed, mix.workload, spec.num_layers, effort, _say)
 
 
 def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:

@@ -1,9 +1,9 @@
 """Runs candidate schedules on the device, in turns, and keeps the fastest: a search proposes, a measurement decides.
 
-First every candidate runs for a moment, to drop those that are clearly behind, and then the best of them with folded
-norms; then the best few and the sequential schedule run again and again, there and back (A B C C B A ...), long enough
-for power to settle. A candidate that does not beat the sequential schedule, with folded norms or without, is not kept.
-Knows nothing of where candidates come from or how they are run.
+First candidates run for a moment each: those that were proposed, then, as long as that helps, what a family has near
+the best one so far, and the best few once more with folded norms. Then these few and the sequential schedule run again
+and again, there and back (A B C C B A ...), long enough for power to settle. A candidate that does not beat the
+sequential schedule, with folded norms or without, is not kept. Knows nothing of how schedules are run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,16 @@ class Reading:
 
     ms: float  # of one iteration
     joules: float  # of one iteration
+
+
+class Family(Protocol):
+    """Schedules that differ in a few numbers."""
+
+    def start(self) -> list[PipelineSchedule]:
+        """Where to begin."""
+
+    def near(self, schedule: PipelineSchedule) -> list[PipelineSchedule]:
+        """What differs a little from one of them; empty for others."""
 
 
 class Bench(Protocol):
@@ -77,13 +87,14 @@ class Tuned:
 def tune(
     bench: Bench,
     sequential: PipelineSchedule,
-    candidates: Iterable[PipelineSchedule],
+    family: Family,
+    proposed: Iterable[PipelineSchedule],
     workload: Workload,
     num_layers: int,
     effort: Effort = Effort(),
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Measure candidates for one batch. What comes back is planned for that batch."""
+    """Measure for one batch: the family, and schedules proposed by others. What comes back is planned for that batch."""
     pool: dict[str, PipelineSchedule] = {}
     bench.run(sequential, effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
     screened: dict[str, float] = {}
@@ -97,7 +108,10 @@ def tune(
         return [pool[name] for name in sorted(screened, key=screened.__getitem__)[: effort.num_finalists]]
 
     folded = fold_norms(sequential)
-    best_few = screen(map(fold_norms, screen(candidates)))
+    best_few = screen([*family.start(), *proposed])
+    while best_few and (steps := [near for near in family.near(best_few[0]) if near.name not in screened]):
+        best_few = screen(steps)
+    best_few = screen(map(fold_norms, best_few))
     own = [sequential, folded]
     finalists = measure_in_turns(bench, [*own, *best_few], effort)
     baseline = min(finalists[: len(own)], key=lambda measured: measured.median_ms)

@@ -5,17 +5,21 @@ import random
 import pytest
 
 from autosearch.catalog import find_model
-from autosearch.decode_beside import candidates, decode_beside
+from autosearch.decode_beside import DecodeBeside, decode_beside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import sequential
 from autosearch.workload import Workload
 from worker.schedule_choice import ScheduleChoice
+from worker.streams import LaneOrder
 from worker.tuner import Effort, Reading, measure_in_turns, tune
 
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
 WORK = Workload(2048, 1024.0, 1024 * 768.0, 1024 * 512.0)
 SEQUENTIAL = sequential(OPERATORS, 2048)
 FAMILY = [decode_beside(OPERATORS, 2048, 1024, share) for share in (0.25, 0.4, 0.5, 0.6, 0.75)]
+
+
+NOTHING = DecodeBeside(OPERATORS, 2048, 0, 132)  # a family without schedules
 
 
 class FakeBench:
@@ -40,7 +44,7 @@ def times(best: float) -> dict[str, float]:
 
 
 def test_the_fastest_is_kept_with_its_figures():
-    tuned = tune(FakeBench(times(67.0)), SEQUENTIAL, FAMILY, WORK, 32)
+    tuned = tune(FakeBench(times(67.0)), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
     assert tuned.best.name == FAMILY[2].name
     assert tuned.best.measured.tokens_per_s_per_gpu == pytest.approx(2048 / 67e-3, rel=0.01)
     assert tuned.best.measured.sequential_tokens_per_s_per_gpu == pytest.approx(2048 / 70e-3, rel=0.01)
@@ -51,7 +55,7 @@ def test_the_fastest_is_kept_with_its_figures():
 
 
 def test_what_is_not_faster_than_the_sequential_schedule_is_not_kept():
-    tuned = tune(FakeBench(times(73.0)), SEQUENTIAL, FAMILY, WORK, 32)
+    tuned = tune(FakeBench(times(73.0)), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
     assert tuned.best.name == SEQUENTIAL.name
     assert tuned.gain == 1
     choice = ScheduleChoice([tuned.best]).choose(2048, 1000, 760_000)
@@ -61,12 +65,12 @@ def test_what_is_not_faster_than_the_sequential_schedule_is_not_kept():
 
 def test_folded_norms_count_for_both_sides():
     """Where they help, the best sequential schedule has them too, and the gain is over that one."""
-    tuned = tune(FakeBench(times(67.0), folding=0.98), SEQUENTIAL, FAMILY, WORK, 32)
+    tuned = tune(FakeBench(times(67.0), folding=0.98), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
     assert tuned.best.name == f"{FAMILY[2].name}-folded"
     assert tuned.sequential.schedule.name == f"{SEQUENTIAL.name}-folded"
     assert tuned.gain == pytest.approx(70 / 67, rel=0.01)
     assert tuned.best.measured.sequential_tokens_per_s_per_gpu == pytest.approx(2048 / 70e-3, rel=0.01)
-    alone = tune(FakeBench(times(72.0), folding=0.98), SEQUENTIAL, FAMILY, WORK, 32)
+    alone = tune(FakeBench(times(72.0), folding=0.98), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
     assert alone.gain == 1
     assert ScheduleChoice([alone.best]).choose(2048, 1000, 760_000).name == f"{SEQUENTIAL.name}-folded"
 
@@ -79,16 +83,39 @@ def test_a_card_that_slows_down_on_the_way_harms_all_alike():
     assert len({round(sum(one.ms), 6) for one in measured}) == 1
 
 
-def test_candidates_for_a_batch_are_valid_and_their_cut_is_whole_tiles():
-    found = candidates(OPERATORS, 2048, num_decodes=1016, num_sms=132)
-    assert 10 < len(found) < 60
-    assert len({schedule.name for schedule in found}) == len(found)
-    for schedule in found:
+def test_the_search_climbs_to_the_best_of_the_family():
+    family = DecodeBeside(OPERATORS, 2048, 1016, 132)
+
+    class Landscape:
+        """Fastest at 72 SMs, a cut at 1,152 and all four operators beside attention, in the second kernel."""
+
+        runs = 0
+
+        def run(self, schedule, settle_s, seconds):
+            self.runs += 1
+            name = schedule.name.removesuffix("-folded")
+            if name == SEQUENTIAL.name:
+                return Reading(70.0, 45.0)
+            _, _, _, cut, share, beside, kernel = name.split("-", 6)
+            sms = float(share) * 132
+            ms = 65 + abs(sms - 72) / 8 + abs(int(cut) - 1152) / 128 + (4 - int(beside)) + (kernel != "cuda-wide")
+            return Reading(ms + 2 * (name != schedule.name), 45.0)
+
+    bench = Landscape()
+    tuned = tune(bench, SEQUENTIAL, family, (), WORK, 32)
+    assert tuned.best.name == "decode-beside-2048-1152-0.545-4-cuda-wide"
+    assert bench.runs < 80
+
+
+def test_the_family_is_valid_everywhere_and_empty_where_nothing_can_be_cut():
+    family = DecodeBeside(OPERATORS, 2048, 1016, 132)
+    found = family.start()
+    assert {schedule.ranges("decode_attention")[0][1] for schedule in found} == {512, 1024}
+    for schedule in [*found, *(near for point in found for near in family.near(point))]:
         schedule.validate(OPERATORS)
-        cut = schedule.ranges("decode_attention")[0][1]
-        assert cut % 128 == 0
-    assert {schedule.ranges("decode_attention")[0][1] for schedule in found} == {512, 768, 1024, 1152}
-    only_decodes = candidates(OPERATORS, 1280, num_decodes=1280, num_sms=132)
-    assert {schedule.ranges("decode_attention")[0][1] for schedule in only_decodes} == {640, 1024}
-    assert candidates(OPERATORS, 100, num_decodes=60, num_sms=132) == []  # not a whole tile beside them
-    assert candidates(OPERATORS, 2048, num_decodes=0, num_sms=132) == []
+        LaneOrder(schedule, OPERATORS, 132)
+    assert family.near(SEQUENTIAL) == []
+    only_decodes = DecodeBeside(OPERATORS, 1280, 1280, 132).start()
+    assert {schedule.ranges("decode_attention")[0][1] for schedule in only_decodes} == {640}
+    assert DecodeBeside(OPERATORS, 100, 60, 132).start() == []  # not a whole tile beside them
+    assert DecodeBeside(OPERATORS, 2048, 0, 132).start() == []
