@@ -94,7 +94,7 @@ def tune(
     effort: Effort = Effort(),
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Measure for one batch: the family, and schedules proposed by others. What comes back is planned for that batch."""
+    """Measure for one batch: the family, and what others proposed. What comes back is planned for that batch."""
     pool: dict[str, PipelineSchedule] = {}
     bench.run(sequential, effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
     screened: dict[str, float] = {}
