@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autosearch.operators import Operator
+from autosearch.operators import ATTENTION, Operator
 from autosearch.pipeline import NanoOperation, PipelineSchedule
 
-ATTENTION = ("decode_attention", "prefill_attention")
 GEMM_LANE, ATTENTION_LANE = 0, 1
 ROW_STEP = 128  # rows of a GEMM tile
 SM_STEP = 8  # the smallest partition on Hopper
@@ -57,7 +56,7 @@ def decode_beside(
     ]
     parts = ("decode-beside", f"{batch_tokens}-{split}-{attention_share:.3f}-{num_beside}", kernel)
     name = "-".join(part for part in parts if part)
-    return PipelineSchedule(name, batch_tokens, tuple(operations))
+    return PipelineSchedule(name, batch_tokens, tuple(operations), decodes_first=True)
 
 
 @dataclass(frozen=True, slots=True)

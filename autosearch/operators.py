@@ -11,6 +11,8 @@ from enum import StrEnum
 from autosearch.errors import AutosearchError
 from autosearch.specs import ModelSpec
 
+ATTENTION = ("decode_attention", "prefill_attention")
+
 
 class Resource(StrEnum):
     """What bounds an operator (paper, section 3.2); operators of different resources gain from overlap."""

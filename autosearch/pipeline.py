@@ -46,6 +46,7 @@ class PipelineSchedule:
     decode_share: float | None = None  # of the batch it was planned for
     mean_context: float | None = None  # KV tokens per decode it was planned for
     prefill_pairs: float | None = None  # query-key pairs of the prefill rows it was planned for
+    decodes_first: bool = False  # rows list all decodes first; else each range gets its share of them
     fingerprint: str = ""  # of all that the search was given; another one makes the plan stale
     predicted: Figures | None = None
     measured: Figures | None = None

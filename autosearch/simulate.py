@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from autosearch.interference import Activity, Interference
 from autosearch.operator_times import OperatorTimes
-from autosearch.operators import Collectives, Operator
+from autosearch.operators import ATTENTION, Collectives, Operator
 from autosearch.pipeline import PipelineSchedule
-from autosearch.precedence import ChainedLayers
+from autosearch.precedence import ChainedLayers, NanoOperation
 
 _DONE = 1e-9
 
@@ -79,12 +79,26 @@ def activities(schedule: PipelineSchedule, times: OperatorTimes) -> tuple[Activi
     """What each operation of the schedule is, alone."""
     by_name = {operator.name: operator for operator in times.operators(Collectives(schedule.collectives))}
     return tuple(
-        _activity(by_name[operation.operator], operation.end - operation.start, operation.sm_share, times)
+        _activity(by_name[operation.operator], _rows(schedule, operation, times), operation.sm_share, times)
         for operation in schedule.operations
     )
 
 
+def _rows(schedule: PipelineSchedule, operation: NanoOperation, times: OperatorTimes) -> int:
+    """Rows of the operation; of attention, so many of a mixed batch as have its share of the work."""
+    start, end, rows = operation.start, operation.end, schedule.batch_tokens
+    if not schedule.decodes_first or operation.operator not in ATTENTION:
+        return end - start
+    work = times.target.work
+    decodes = round(rows * work.decode_rows / work.batch_tokens)
+    low, high = (0, decodes) if operation.operator == ATTENTION[0] else (decodes, rows)
+    inside = max(0, min(end, high) - max(start, low))
+    return round(inside * rows / (high - low)) if inside else 0
+
+
 def _activity(operator: Operator, rows: int, sm_share: float, times: OperatorTimes) -> Activity:
+    if not rows:
+        return Activity(operator.resource, sm_share, 0.0, 0.0)
     return Activity(operator.resource, sm_share, times.time_us(operator, rows), times.joules(operator, rows))
 
 

@@ -95,19 +95,31 @@ class SlotTable:
         self.tokens[torch.from_numpy(samples.slots), torch.from_numpy(samples.positions)] = token_ids
 
 
-def build_batch(plan: IterationPlan, boundaries: Sequence[int]) -> BatchInput:
+def cut_rows(
+    num_rows: int, num_decodes: int, boundaries: Sequence[int], decodes_first: bool = False
+) -> tuple[list[int], list[int]]:
+    """Where the ranges that end at boundaries cut the rows there are, and how many decodes lie before each cut.
+
+    Each range gets its share of the decodes, or, with decodes_first, as many as are left.
+    """
+    cuts = [0, *(end for end in boundaries if end < num_rows), num_rows]
+    if decodes_first or not num_rows:
+        return cuts, [min(cut, num_decodes) for cut in cuts]
+    return cuts, [num_decodes * cut // num_rows for cut in cuts]
+
+
+def build_batch(plan: IterationPlan, boundaries: Sequence[int], decodes_first: bool = False) -> BatchInput:
     """Lay the plan's tokens out as rows.
 
     `boundaries` are the ends of the schedule's ranges, ascending, clipped here to the tokens there are. Each range
-    gets its share of the decodes, and behind them prefill tokens in plan order; so of a chunk that straddles a
-    boundary the earlier tokens lie in the earlier range.
+    gets its share of the decodes (`cut_rows`), and behind them prefill tokens in plan order; so of a chunk that
+    straddles a boundary the earlier tokens lie in the earlier range.
     """
     num_rows, num_decodes = plan.num_tokens, plan.num_decodes
     plan_row = np.repeat(np.arange(len(plan.slots)), plan.counts)  # of each token, in plan order
     first_token = np.cumsum(plan.counts) - plan.counts  # of each plan row
     positions = plan.starts[plan_row] + np.arange(num_rows, dtype=np.int32) - first_token[plan_row]
-    cuts = [0, *(end for end in boundaries if end < num_rows), num_rows]
-    decode_cuts = [num_decodes * cut // num_rows for cut in cuts] if num_rows else cuts
+    cuts, decode_cuts = cut_rows(num_rows, num_decodes, boundaries, decodes_first)
     order = np.empty(num_rows, np.int64)  # row -> token
     decodes: list[RowRange] = []
     prefills: list[PrefillPiece] = []

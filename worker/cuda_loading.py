@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autosearch.decode_beside import ATTENTION
-from autosearch.operators import layer_operators
+from autosearch.operators import ATTENTION, layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, nanobatch_only
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens

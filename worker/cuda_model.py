@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from autosearch.decode_beside import ATTENTION
-from autosearch.operators import layer_operators
+from autosearch.operators import ATTENTION, layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
@@ -115,7 +114,8 @@ class CudaModel:
                 self._streams.prepare(order.partitions)
             self._schedules[schedule.name] = schedule
             ends = (tuple(end for _, end in schedule.ranges(name)) for name in ATTENTION)
-            self._cuts[schedule.name] = AttentionCuts(*(part if len(part) > 1 else () for part in ends))
+            decode, prefill = (part if len(part) > 1 else () for part in ends)
+            self._cuts[schedule.name] = AttentionCuts(decode, prefill, _dealt_ends(schedule))
 
     def cuts(self, key: GraphKey) -> AttentionCuts:
         """Where the key's schedule cuts the rows of attention."""
@@ -362,6 +362,11 @@ class CudaModel:
     def _pages(self) -> KVCache:
         assert self._cache is not None, "use_cache() comes first"
         return self._cache
+
+
+def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """Of the ranges that get their shares of the decodes."""
+    return () if schedule.decodes_first else schedule.boundaries()[:-1]
 
 
 def _nothing(layer: int, rows: _Rows) -> None:

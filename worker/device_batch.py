@@ -6,13 +6,16 @@ rank must know of live slots on the host. Knows nothing of models or streams.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from scheduler.plan import IterationPlan
+from worker.batch_input import cut_rows
 from worker.sampler import uniform
 from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS, decode_units, prefill_units, range_ends
 
@@ -101,6 +104,7 @@ class AttentionCuts:
 
     decode: tuple[int, ...] = ()
     prefill: tuple[int, ...] = ()
+    dealt: tuple[int, ...] = ()  # ends of ranges that get their shares of the decodes; (): the decodes come first
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +143,15 @@ class HostSlots:
         fits = min(len(cells), limits.max_changes)
         _fill(view["table_cells"], cells[:fits], limits.slots * limits.pages_per_slot)
         _fill(view["table_pages"], plan.page_ids[:fits], 0)
-        self._pack_rows(plan, view)
+        row_of = _deal(plan, cuts.dealt)
+        self._pack_rows(plan, view, row_of)
         first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
         chosen = np.flatnonzero(plan.samples)
         slots = plan.slots[chosen].astype(np.int32)
-        _fill(view["sample_rows"], (first + plan.counts - 1)[chosen], 0)
+        _fill(view["sample_rows"], row_of[(first + plan.counts - 1)[chosen]], 0)
         _fill(view["sample_slots"], slots, limits.slots)
         num_random = self._pack_random(slots, (plan.starts + plan.counts)[chosen], view)
-        self._pack_units(plan, view, first, cuts)
+        self._pack_units(plan, view, row_of, cuts)
         view["counts"].numpy()[:2] = (len(chosen), num_random)
         return Packed(
             slots,
@@ -155,22 +160,23 @@ class HostSlots:
             plan.page_ids[fits:],
         )
 
-    def _pack_rows(self, plan: IterationPlan, view: BlockView) -> None:
+    def _pack_rows(self, plan: IterationPlan, view: BlockView, row_of: Int32) -> None:
+        """row_of: [tokens] the row of each of the plan's tokens."""
         page_size = self.limits.page_size
-        row_of = np.repeat(np.arange(len(plan.slots)), plan.counts)
+        plan_row = np.repeat(np.arange(len(plan.slots)), plan.counts)
         first = np.cumsum(plan.counts) - plan.counts
-        positions = plan.starts[row_of] + np.arange(len(row_of)) - first[row_of]
-        slots = plan.slots[row_of]
+        positions = plan.starts[plan_row] + np.arange(len(plan_row)) - first[plan_row]
+        slots = plan.slots[plan_row]
         tokens = -1 - slots
         known = positions < self.known[slots]
-        for row in np.unique(row_of[known]).tolist():
+        for row in np.unique(plan_row[known]).tolist():
             slot, start = int(plan.slots[row]), int(plan.starts[row])
             stop = min(start + int(plan.counts[row]), int(self.known[slot]))
             tokens[first[row] : first[row] + stop - start] = self._tokens[slot][start:stop]
         cells = self.page_table[slots, positions // page_size] * page_size + positions % page_size
-        _fill(view["tokens"], tokens, 0)
-        _fill(view["positions"], positions, 0)
-        _fill(view["cells"], cells, -1)
+        for name, values, padding in (("tokens", tokens, 0), ("positions", positions, 0), ("cells", cells, -1)):
+            _fill(view[name], values, padding)
+            view[name].numpy()[row_of] = values
 
     def _pack_random(self, sample_slots: Int32, positions: NDArray[np.integer], view: BlockView) -> int:
         """Parameters and noise of the samples that are not greedy; positions are those of the tokens to come."""
@@ -183,10 +189,10 @@ class HostSlots:
         view.doubles("noise").numpy()[:count] = uniform(self.seed[slots], positions[rows].astype(np.int64))
         return count
 
-    def _pack_units(self, plan: IterationPlan, view: BlockView, first: Int32, cuts: AttentionCuts) -> None:
+    def _pack_units(self, plan: IterationPlan, view: BlockView, row_of: Int32, cuts: AttentionCuts) -> None:
         decodes, limits = plan.num_decodes, self.limits
         units, _ = decode_units(
-            first[:decodes],
+            row_of[:decodes],
             plan.slots[:decodes],
             plan.starts[:decodes] + 1,
             target=limits.decode_target,
@@ -194,20 +200,39 @@ class HostSlots:
             align=max(64, limits.page_size),
             cuts=cuts.decode,
         )
-        chunks = prefill_units(
-            first[decodes:],
-            plan.counts[decodes:],
-            plan.starts[decodes:],
-            plan.slots[decodes:],
-            tokens=limits.prefill_tokens,
-            cuts=cuts.prefill,
-        )
+        chunks = prefill_units(*_pieces(plan, row_of), tokens=limits.prefill_tokens, cuts=cuts.prefill)
         view["decode_units"].numpy()[: units.size] = units.reshape(-1)
         view["prefill_units"].numpy()[: chunks.size] = chunks.reshape(-1)
         _fill(view["decode_spans"][1:], range_ends(units, cuts.decode) if cuts.decode else np.array([len(units)]), 0)
         _fill(
             view["prefill_spans"][1:], range_ends(chunks, cuts.prefill) if cuts.prefill else np.array([len(chunks)]), 0
         )
+
+
+def _deal(plan: IterationPlan, ends: Sequence[int]) -> Int32:
+    """[tokens] the row of each of the plan's tokens: in plan order, or dealt to the ranges that end there."""
+    num_rows, decodes = plan.num_tokens, plan.num_decodes
+    if not ends:
+        return np.arange(num_rows, dtype=np.int32)
+    cuts, decode_cuts = cut_rows(num_rows, decodes, ends)
+    row_of = np.empty(num_rows, np.int32)
+    for (start, stop), (first, last) in zip(pairwise(cuts), pairwise(decode_cuts)):
+        middle = start + last - first
+        row_of[first:last] = np.arange(start, middle)
+        row_of[decodes + start - first : decodes + stop - last] = np.arange(middle, stop)
+    return row_of
+
+
+def _pieces(plan: IterationPlan, row_of: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """First rows, counts, first positions and slots of the prefill chunks' parts that lie in rows after each other."""
+    decodes = plan.num_decodes
+    plan_row = np.repeat(np.arange(decodes, len(plan.slots)), plan.counts[decodes:])
+    rows = row_of[decodes:]
+    begins = np.flatnonzero(np.diff(plan_row, prepend=-1) | (np.diff(rows, prepend=-2) != 1)).astype(np.int32)
+    of = plan_row[begins]
+    first = (np.cumsum(plan.counts) - plan.counts)[of] - decodes  # token of the chunk's begin
+    counts = np.diff(begins, append=len(rows)).astype(np.int32)
+    return rows[begins], counts, (plan.starts[of] + begins - first).astype(np.int32), plan.slots[of]
 
 
 def _fill(section: torch.Tensor, values: NDArray[np.integer], padding: int) -> None:

@@ -130,7 +130,7 @@ class Worker:
         slots.apply(plan)
         if not len(plan.slots):
             return np.empty(0, np.int32), ()
-        batch = build_batch(plan, pipeline.boundaries)
+        batch = build_batch(plan, pipeline.boundaries, pipeline.schedule.decodes_first)
         model.begin(batch, slots.token_ids(batch.slots, batch.positions), slots.page_table)
         pipeline.run(batch.num_rows, self.spec.num_layers, model.rows)
         samples = batch.samples

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scheduler.plan import IterationPlan, SlotStart
-from worker.device_batch import BatchLimits, BlockView, HostSlots
+from worker.batch_input import build_batch
+from worker.device_batch import AttentionCuts, BatchLimits, BlockView, HostSlots
 from worker.sampler import uniform
 
 LIMITS = BatchLimits(rows=32, slots=6, page_size=4, pages_per_slot=8, prefill_tokens=8, decode_target=4)
@@ -60,3 +65,54 @@ def test_parts_of_sections_of_doubles_keep_their_alignment():
     for name in ("temperature", "top_p", "noise"):
         assert (view.doubles(name).data_ptr() - base) % 64 == 0
         assert len(view.doubles(name)) == len(view["random_rows"]) == 256  # whole pieces, whatever the limits
+
+
+@given(
+    counts=st.lists(st.integers(1, 12), max_size=4),
+    decodes=st.integers(0, 5),
+    ends=st.lists(st.integers(1, 31), max_size=3, unique=True).map(sorted),
+)
+def test_dealt_rows_hold_the_same_tokens_as_the_cpu_worker_deals(counts, decodes, ends):
+    counts = counts[: 6 - decodes]
+    while sum(counts) + decodes > 32:
+        counts.pop()
+    if not counts and not decodes:
+        return
+    total = decodes + len(counts)
+    plan = IterationPlan(
+        0,
+        0,
+        tuple(
+            SlotStart(s, str(s), np.arange(100 * s, 100 * s + 31, dtype=np.int32), 0, 0.0, 0, 1.0, 0)
+            for s in range(total)
+        ),
+        *[int32()] * 3,
+        int32(*range(total)),
+        int32(*[7] * decodes, *[3] * len(counts)),
+        int32(*[1] * decodes, *counts),
+        decodes,
+        np.ones(total, bool),
+    )
+    expected = build_batch(plan, [*ends, 32])
+    view = BlockView(LIMITS, torch.zeros(BlockView.size(LIMITS), dtype=torch.int32))
+    cuts = AttentionCuts((*ends, 32), (*ends, 32), tuple(ends))
+    HostSlots(LIMITS).pack(plan, view, cuts)
+    rows = plan.num_tokens
+    assert view["positions"][:rows].tolist() == expected.positions.tolist()
+    assert (view["tokens"][:rows] // 100).tolist() == expected.slots.tolist()
+    assert view["sample_rows"][:total].tolist() == expected.samples.rows.tolist()
+    num_decode, num_prefill = int(view["decode_spans"][len(ends) + 1]), int(view["prefill_spans"][len(ends) + 1])
+    decode = view["decode_units"].view(-1, 8)[:num_decode]
+    assert sorted(decode[:, 0].tolist()) == [row for part in expected.decodes for row in range(part.start, part.stop)]
+    pieces = view["prefill_units"].view(-1, 4)[:num_prefill].tolist()
+    covered = sorted((row + i, position + i, slot) for row, count, position, slot in pieces for i in range(count))
+    wanted = [
+        (row, piece.position + row - piece.start, piece.slot)
+        for piece in expected.prefills
+        for row in range(piece.start, piece.stop)
+    ]
+    assert covered == sorted(wanted)
+    edges = [0, *ends, 32]
+    for number, (begin, end) in enumerate(pairwise(edges)):
+        part = pieces[int(view["prefill_spans"][number]) : int(view["prefill_spans"][number + 1])]
+        assert all(begin <= row and row + count <= end for row, count, _, _ in part)
