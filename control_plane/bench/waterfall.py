@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 
-from control_plane.bench.gpu_meter import GpuMeter, gemm_shapes
+from control_plane.bench.gpu_meter import gemm_shapes
 from control_plane.bench.record import Record
 from scheduler.plan import StepStats
 from worker.cuda_executor import CudaExecutor, Snapshot
+from worker.power_meter import NvmlCard, next_step, watts_between
 
 SETTLE_S, MEASURE_S = 1.0, 1.0  # of replaying before, and while measuring
 GEMMS = ("qkv", "o", "up_gate", "down")
@@ -65,12 +66,13 @@ def waterfall(
     snapshot, stats, executor = snapshots.latest, snapshots.stats, snapshots.executor
     if snapshot is None or stats is None:
         return {"breakdown": None}
-    meter = GpuMeter()
-    parts = {name: _sustained(executor, meter, snapshot, (name,)) for name in PARTS}
-    whole = _sustained(executor, meter, snapshot, PARTS)
+    card = NvmlCard()
+    # The whole one first, while the card is as warm as in the run: operators that draw little let its clock rise.
+    whole = _sustained(executor, card, snapshot, PARTS, seconds=2 * MEASURE_S)
+    parts = {name: _sustained(executor, card, snapshot, (name,)) for name in PARTS}
     spec = executor.spec
     ideal_ms = stats.num_tokens * spec.num_layers * 2 * sum(n * k for n, k in gemm_shapes(spec)) / rate * 1e3
-    bound_s = _gemm_only_s(executor, meter, snapshot, record)
+    bound_s = _gemm_only_s(executor, card, snapshot, record)
     bound_s += num_output_tokens * parts["lm_head"].ms / stats.num_decodes / 1e3
     table = {name: _row(reading, whole) for name, reading in {**parts, "whole iteration": whole}.items()}
     table["the same in the run"] = {"ms": round(stats.run_s * 1e3, 3), "share": round(stats.run_s * 1e3 / whole.ms, 4)}
@@ -132,20 +134,20 @@ def _waterfall(
     return steps
 
 
-def _gemm_only_s(executor: CudaExecutor, meter: GpuMeter, snapshot: Snapshot, record: Record) -> float:
+def _gemm_only_s(executor: CudaExecutor, card: NvmlCard, snapshot: Snapshot, record: Record) -> float:
     """Seconds of the layers' GEMMs of all the run's iterations, at the batch sizes that they had."""
     used = Counter(stats.batch_tokens for _, stats in record.steps)
     total_s = 0.0
     for rows, count in used.items():
         # Rare sizes are not worth a second each.
         seconds = MEASURE_S if count > len(record.steps) / 50 else MEASURE_S / 10
-        total_s += count * _sustained(executor, meter, snapshot, GEMMS, rows, seconds).ms / 1e3
+        total_s += count * _sustained(executor, card, snapshot, GEMMS, rows, seconds).ms / 1e3
     return total_s
 
 
 def _sustained(
     executor: CudaExecutor,
-    meter: GpuMeter,
+    card: NvmlCard,
     snapshot: Snapshot,
     parts: tuple[str, ...],
     rows: int | None = None,
@@ -153,18 +155,27 @@ def _sustained(
 ) -> Reading:
     """Replay the parts of the iteration over all layers until power has settled."""
     replay = executor.replay(snapshot, parts, rows)
-    _run_for(SETTLE_S * min(1.0, seconds / MEASURE_S), replay, meter)
-    return _run_for(seconds, replay, meter)
+    _run_for(SETTLE_S * min(1.0, seconds / MEASURE_S), replay, card)
+    return _run_for(seconds, replay, card)
 
 
-def _run_for(seconds: float, replay: Callable[[], None], meter: GpuMeter) -> Reading:
+def _run_for(seconds: float, replay: Callable[[], None], card: NvmlCard) -> Reading:
+    """So long, and on to a step of the card's energy counter at both ends: in between it is not exact."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    count, joules, start = 0, meter.joules(), time.perf_counter()
-    begin.record()
-    while time.perf_counter() - start < seconds:
+    count = 0
+
+    def keep_busy() -> None:
+        nonlocal count
         for _ in range(4):
             replay()
+        count += 4
         end.record()
         end.synchronize()
-        count += 4
-    return Reading(begin.elapsed_time(end) / count, (meter.joules() - joules) / count)
+
+    begin.record()
+    start, first = time.perf_counter(), next_step(card, keep_busy)
+    while time.perf_counter() - start < seconds:
+        keep_busy()
+    watts = watts_between(first, next_step(card, keep_busy))
+    ms = begin.elapsed_time(end) / count
+    return Reading(ms, (watts or 0.0) * ms / 1e3)
