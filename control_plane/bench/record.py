@@ -89,6 +89,8 @@ class Record:
             "mean_plan_ms": round(_mean([stats.plan_s for stats in every]) * 1e3, 4),
             "late_plans": sum(stats.late for stats in every),
             "preemptions": sum(stats.num_preemptions for stats in every),
+            "overlapped_time": round(sum(s.run_s for s in every if s.overlapped) / max(run_s, 1e-9), 4),
+            "unmeasured_time": round(sum(s.run_s for s in every if s.unmeasured) / max(run_s, 1e-9), 4),
         }
 
     def _time_per_output_token(self) -> float:

@@ -27,6 +27,8 @@ def stats(step: int, tokens: int, decodes: int) -> StepStats:
         plan_s=0.001,
         idle_s=0.01,
         run_s=0.09,
+        overlapped=step == 2,
+        unmeasured=step >= 2,
     )
 
 
@@ -60,6 +62,7 @@ def test_figures_count_whole_run_steady_middle_and_each_requests_pace():
     assert figures["mean_tpot_ms"] == pytest.approx((1.0 + 2.0) / 2 * 1e3)
     assert figures["idle_share"] == pytest.approx(0.1)
     assert figures["late_plans"] == 1
+    assert (figures["overlapped_time"], figures["unmeasured_time"]) == (0.25, 0.5)
 
 
 def test_a_request_that_fails_is_kept_and_a_dead_loop_ends_the_wait():
