@@ -68,7 +68,8 @@ class LayerTrace:
     batch_tokens: int
     begin_us: float  # the layer's first operation begins
     end_us: float  # the next layer's does
-    untraced_layer_us: float  # a layer's mean time in an iteration that nothing watches
+    iteration_ms: float  # the whole iteration, where nothing watches
+    watched_iteration_ms: float  # the one that was watched
     peaks: Peaks
     operations: tuple[TracedOperation, ...]
 

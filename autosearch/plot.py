@@ -16,7 +16,7 @@ from autosearch.operators import Resource
 from autosearch.planner import SweepPoint
 from autosearch.simulate import Span, Timeline
 
-_COLOURS = {
+COLOURS = {
     "qkv": "#4e79a7",
     "decode_attention": "#e15759",
     "prefill_attention": "#f28e2b",
@@ -30,9 +30,9 @@ _COLOURS = {
     "attention_all_gather": "#d4a6c8",
     "o_all_gather": "#b07aa1",
 }
-_OTHER = "#bab0ac"  # element-wise steps
-_RESOURCE_COLOURS = {Resource.COMPUTE: "#59a14f", Resource.MEMORY: "#e15759", Resource.NETWORK: "#b07aa1"}
-_LANE_NAMES = {0: "compute lane", 1: "memory lane", 2: "network lane"}
+OTHER = "#bab0ac"  # element-wise steps
+RESOURCE_COLOURS = {Resource.COMPUTE: "#59a14f", Resource.MEMORY: "#e15759", Resource.NETWORK: "#b07aa1"}
+LANE_NAMES = {0: "compute lane", 1: "memory lane", 2: "network lane"}
 _LETTER_WIDTH = 0.005  # of the window, in a chart's labels
 _SHADES = " ▁▂▃▄▅▆▇█"
 
@@ -84,7 +84,7 @@ def save_gantt(
     timeline: Timeline, work: Sequence[Activity], path: Path, title: str, window: Window | None = None
 ) -> None:
     """Write a PNG: a row per lane with each operation's rows and SM share, and the utilisation below."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     window = window or steady_window(timeline)
     lanes = sorted({operation.lane for operation in timeline.schedule.operations})
     figure, (chart, use) = pyplot.subplots(
@@ -92,10 +92,10 @@ def save_gantt(
     )
     for span in _visible(timeline, window):
         _bar(chart, timeline, span, lanes, window)
-    chart.set_yticks(range(len(lanes)), [_LANE_NAMES.get(lane, f"lane {lane}") for lane in lanes])
+    chart.set_yticks(range(len(lanes)), [LANE_NAMES.get(lane, f"lane {lane}") for lane in lanes])
     chart.set_ylim(len(lanes) - 0.4, -0.6)
     drawn = dict.fromkeys(timeline.schedule.operations[span.index].operator for span in _visible(timeline, window))
-    patches = [pyplot.Rectangle((0, 0), 1, 1, color=_COLOURS.get(name, _OTHER), label=name) for name in drawn]
+    patches = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS.get(name, OTHER), label=name) for name in drawn]
     chart.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     chart.set_title(title, fontsize=10, loc="left")
     bins = utilisation(timeline, work, window, 400)
@@ -107,7 +107,7 @@ def save_gantt(
                 [step * position for position in range(400)],
                 values,
                 where="post",
-                color=_RESOURCE_COLOURS[resource],
+                color=RESOURCE_COLOURS[resource],
                 label=f"{resource.value} {mean:.0%}",
             )
     use.set_ylim(0, 1.05)
@@ -115,7 +115,7 @@ def save_gantt(
     use.set_xlabel("µs")
     use.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     chart.set_xlim(0, window.length_us)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _visible(timeline: Timeline, window: Window) -> Iterator[Span]:
@@ -132,7 +132,7 @@ def _bar(chart: Any, timeline: Timeline, span: Span, lanes: list[int], window: W
     chart.broken_barh(
         [(begin - window.begin_us, end - begin)],
         (row - 0.4, 0.8),
-        facecolors=_COLOURS.get(operation.operator, _OTHER),
+        facecolors=COLOURS.get(operation.operator, OTHER),
         edgecolor="black",
         linewidth=0.6,
         alpha=0.55 if odd else 1.0,
@@ -158,7 +158,7 @@ def text_gantt(timeline: Timeline, work: Sequence[Activity], width: int = 100, w
             letter = letters[operation.operator]
             begins = position == first and span.begin_us >= window.begin_us
             cells[operation.lane][position] = "|" if begins and last - first > 1 else letter
-    lines = [f"{_LANE_NAMES.get(lane, f'lane {lane}'):>12} {''.join(cells[lane])}" for lane in lanes]
+    lines = [f"{LANE_NAMES.get(lane, f'lane {lane}'):>12} {''.join(cells[lane])}" for lane in lanes]
     for resource, values in utilisation(timeline, work, window, width).items():
         if any(values):
             bars = "".join(_SHADES[min(8, round(8 * min(1.0, value)))] for value in values)
@@ -190,7 +190,7 @@ def crossover(points: Sequence[SweepPoint]) -> int | None:
 
 def save_sweep(points: Sequence[SweepPoint], path: Path, title: str, spread: float) -> None:
     """Write a PNG: throughput of pipeline and sequential schedule over B_dense, the crossover marked."""
-    pyplot = _pyplot()
+    pyplot = headless_pyplot()
     figure, (chart, gains) = pyplot.subplots(2, 1, figsize=(9, 6.5), sharex=True, height_ratios=[2, 1])
     sizes = [point.batch_tokens for point in points]
     chart.plot(sizes, [point.sequential for point in points], "o-", color="#4e79a7", label="sequential")
@@ -222,10 +222,10 @@ def save_sweep(points: Sequence[SweepPoint], path: Path, title: str, spread: flo
         )
     chart.legend(frameon=False)
     gains.legend(frameon=False, fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
-def _pyplot() -> Any:
+def headless_pyplot() -> Any:
     """Matplotlib without a screen; imported here because it is slow and commands without plots need not wait."""
     import matplotlib
 
@@ -248,7 +248,8 @@ def check_writable(path: Path) -> None:
         raise PlotError(f"picture {path} cannot be written: {error.strerror}") from None
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a PNG and forget the figure. Raises PlotError."""
     check_writable(path)
     figure.savefig(path, dpi=120, bbox_inches="tight", format="png")
-    _pyplot().close(figure)
+    headless_pyplot().close(figure)

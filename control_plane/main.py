@@ -19,7 +19,14 @@ from rich.console import Console
 
 from autosearch.pipeline import InvalidScheduleError
 from autosearch.specs import UnsupportedModelError
-from control_plane import kvstore_command, offload_command, profile_command, ray_environment, search_commands
+from control_plane import (
+    ablation_command,
+    kvstore_command,
+    offload_command,
+    profile_command,
+    ray_environment,
+    search_commands,
+)
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, OwnStoreConfig, ServerConfig
 from control_plane.flags import configured
 from control_plane.interrupts import ends_at_once
@@ -42,6 +49,7 @@ search_commands.register(app)
 profile_command.register(app)
 kvstore_command.register(app)
 offload_command.register(bench_app)
+ablation_command.register(app, bench_app)
 
 errors = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 

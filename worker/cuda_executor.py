@@ -115,6 +115,11 @@ class CudaExecutor:
         assert self._loaded is not None, "closed"
         return self._loaded.model
 
+    @property
+    def is_cuda(self) -> bool:
+        """False where the reference kernels stand in for a GPU's, for tests."""
+        return self._cuda
+
     def use_choice(self, choice: ScheduleChoice | None) -> None:
         """By which of the loaded schedules later plans run; None: all sequential. Between runs, for benchmarks."""
         self._choice = choice

@@ -143,7 +143,7 @@ class HostSlots:
         fits = min(len(cells), limits.max_changes)
         _fill(view["table_cells"], cells[:fits], limits.slots * limits.pages_per_slot)
         _fill(view["table_pages"], plan.page_ids[:fits], 0)
-        row_of = _deal(plan, cuts.dealt)
+        row_of = row_of_tokens(plan, cuts.dealt)
         self._pack_rows(plan, view, row_of)
         first = (np.cumsum(plan.counts) - plan.counts).astype(np.int32)
         chosen = np.flatnonzero(plan.samples)
@@ -209,7 +209,7 @@ class HostSlots:
         )
 
 
-def _deal(plan: IterationPlan, ends: Sequence[int]) -> Int32:
+def row_of_tokens(plan: IterationPlan, ends: Sequence[int]) -> Int32:
     """[tokens] the row of each of the plan's tokens: in plan order, or dealt to the ranges that end there."""
     num_rows, decodes = plan.num_tokens, plan.num_decodes
     if not ends:

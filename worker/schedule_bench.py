@@ -9,14 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from scheduler.plan import IterationPlan
 from worker.cuda_loading import graph_key
 from worker.cuda_model import CudaModel, GraphKey
-from worker.layer_watch import Seen, watch_layers, watched_layers
+from worker.device_batch import row_of_tokens
+from worker.layer_watch import Watched, watch
 from worker.power_meter import watts_between
 from worker.steady_batch import SteadyBatch, pack_steady
 from worker.tuner import Reading
@@ -72,13 +75,17 @@ class ScheduleBench:
         self._ready[schedule.name] = key, batch
         return key, batch
 
-    def watch(self, schedule: PipelineSchedule, settle_s: float) -> tuple[list[Seen], int]:
-        """When the operations of the middle layer and its neighbours run, and which layer is the middle one."""
+    def watch(self, schedule: PipelineSchedule, settle_s: float) -> Watched:
+        """When the operations of a layer run."""
         key, batch = self._prepare(schedule)
-        layers = watched_layers(self._model.spec.num_layers)
         with torch.inference_mode():
             batch.put_on(self._model)
-            return watch_layers(self._model, key, layers, settle_s), self._model.spec.num_layers // 2
+            return watch(self._model, key, settle_s)
+
+    def row_of_tokens(self, schedule: PipelineSchedule) -> NDArray[np.int32]:
+        """[tokens] the row of each of the plan's tokens in a batch for the schedule."""
+        key, _ = self._prepare(schedule)
+        return row_of_tokens(self._plan, self._model.cuts(key).dealt)
 
     def _repeat(self, key: GraphKey, seconds: float) -> Reading:
         if self._cuda:

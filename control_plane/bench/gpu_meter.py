@@ -87,6 +87,16 @@ def gemm_rate(spec: ModelSpec, dtype: torch.dtype, rows: int = 2048, seconds: fl
     return float(flops * (count - count // 2) / (begin.elapsed_time(end) / 1e3))
 
 
+def memory_rate() -> float:
+    """Bytes per second of the current card's memory by its clock and width, as on its data sheet."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+    hertz = 1e6 * pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+    return float(2 * hertz * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8)  # two transfers a clock
+
+
 def parameters(spec: ModelSpec) -> int:
     """Parameters of a dense model, the embedding included."""
     layer = sum(n * k for n, k in gemm_shapes(spec)) + 2 * spec.hidden_size

@@ -1,0 +1,81 @@
+"""`nanoflow bench ablation` and `nanoflow plot`: parse, call, say how it ended.
+
+Knows nothing of how anything is measured or drawn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from control_plane.config import ALL_GROUPS, EngineConfig
+from control_plane.flags import configured
+from control_plane.planning_options import JsonOption, ends_in_one_line, numbers
+
+_LOADS = "512/0x2048,512/512x2048,512/1024x1024"  # the paper's three, with the contract's requests
+
+
+def register(app: typer.Typer, bench_app: typer.Typer) -> None:
+    """Add `plot` to the commands and `ablation` to the benchmarks."""
+    app.command()(ends_in_one_line(plot))
+    bench_app.command()(configured(ALL_GROUPS)(ends_in_one_line(ablation)))
+
+
+def ablation(
+    engine: EngineConfig,
+    loads: Annotated[
+        str, typer.Option(metavar="IN/OUT[xN],…", help="Tokens in and out of a request, and requests of a whole run.")
+    ] = _LOADS,
+    nano_batches_swept: Annotated[
+        str, typer.Option("--nano-batch-counts", metavar="N,N", help="Swept; the first is the nano-batch-only mode's.")
+    ] = "2,3,4,5,6",
+    attention_sms: Annotated[
+        str | None,
+        typer.Option(metavar="N,N", help="SMs of the overlapping lane to sweep.", show_default="all that can be"),
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each mode, there and back.")] = 4,
+    whole_runs: Annotated[
+        bool, typer.Option("--whole-runs", help="All requests of each load, instead of a steady iteration.")
+    ] = False,
+    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="PNG of modes and sweeps.")] = None,
+    traces: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Also trace a layer of each mode, for `nanoflow plot`.")
+    ] = None,
+) -> None:
+    """Non-overlap, nano-batches only and overlap (--schedules, as `nanoflow tune` wrote them), in turns."""
+    from control_plane.bench.ablation import Options, run
+    from control_plane.bench.ablation_plan import Load
+    from control_plane.bench.ablation_plot import check_writable
+    from control_plane.bench.ablation_steady import SteadyOptions
+
+    if plot_file is not None:
+        check_writable(plot_file)
+    steady = SteadyOptions(
+        tuple(numbers(nano_batches_swept, int)), tuple(numbers(attention_sms, int)) if attention_sms else ()
+    )
+    asked = tuple(Load.parse(load) for load in loads.split(","))
+    run(engine, Options(asked, steady, whole_runs, repeats, plot_file, traces))
+
+
+def plot(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces of `nanoflow bench ablation`.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="The PNG to write.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Draw what a layer kept busy: SMs, memory and network over its time, as measured."""
+    from autosearch.layer_trace import LayerTrace
+    from autosearch.plot_trace import mean_use, save_traces
+
+    traces = [LayerTrace.from_file(file) for file in files]
+    save_traces(traces, out)
+    use = [{"schedule": trace.name, "layer_us": round(trace.length_us, 1), **mean_use(trace)} for trace in traces]
+    if as_json:
+        print(json.dumps({"png": str(out), "traces": use}))
+        return
+    for each, trace in zip(use, traces):
+        shares = ", ".join(f"{name} {share:.0%}" for name, share in mean_use(trace).items())
+        print(f"{each['schedule']}: {each['layer_us']} us a layer; {shares}")
+    print(f"plot in {out}")

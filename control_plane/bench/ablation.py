@@ -1,0 +1,175 @@
+"""`bench ablation`: what nano-batches cost and what overlapping them gains, over the best sequential engine.
+
+On steady iterations (quick), or on whole runs. Tables on stderr, one JSON line at the end. Knows nothing of how
+schedules are found or run.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autosearch.layer_trace import Peaks
+from autosearch.operators import layer_operators
+from autosearch.pipeline import PipelineSchedule
+from autosearch.specs import ModelSpec
+from control_plane.bench import ablation_runs
+from control_plane.bench.ablation_plan import Load, Mode
+from control_plane.bench.ablation_plot import save_bars
+from control_plane.bench.ablation_steady import Ablation, MeteredBench, SteadyOptions
+from control_plane.bench.ablation_table import LoadResult, table
+from control_plane.bench.ablation_traces import Tracer
+from control_plane.bench.gpu_meter import GpuMeter, gemm_rate, memory_rate
+from control_plane.config import EngineConfig
+from control_plane.engine import open_engine, single_rank_config
+from control_plane.options import ConfigError
+from control_plane.progress import ProgressLine
+from scheduler.plan import EngineCapacity
+from scheduler.ports import Executor
+from worker.config import WorkerConfig
+from worker.cuda_executor import CudaExecutor
+from worker.cuda_loading import LoadedModel, load_model, read_schedules
+from worker.power_meter import NvmlCard
+from worker.schedule_bench import ScheduleBench
+from worker.steady_batch import fill_pages, steady_plan
+
+_STEADY = SteadyOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is compared, and where pictures go."""
+
+    loads: tuple[Load, ...]
+    steady: SteadyOptions = _STEADY
+    whole_runs: bool = False
+    num_repeats: int = 4  # of each mode, half of them on the way back
+    plot: Path | None = None
+    traces: Path | None = None  # folder for a layer's trace of each load and mode
+
+
+def run(engine: EngineConfig, options: Options, open_executor: Callable[..., Executor] = open_engine) -> dict[str, Any]:
+    """Load once, measure all loads; what was found, also printed as one JSON line.
+
+    Raises ConfigError for what does not fit, and what the worker raises for a model that it cannot load.
+    """
+    began = time.perf_counter()
+    if options.num_repeats < 1 or not options.loads:
+        raise ConfigError("an ablation has at least one load and one repeat")
+    engine = replace(engine, enable_prefix_caching=False, kv_store=None)
+    results, on = _whole_runs(engine, options, open_executor) if options.whole_runs else _steady(engine, options)
+    found = {
+        "benchmark": "ablation",
+        "of": "whole runs" if options.whole_runs else "steady iterations",
+        "model": engine.model.resolve().name,
+        "load_format": engine.load_format,
+        "schedules": None if engine.schedules is None else str(engine.schedules),
+        "num_repeats": options.num_repeats,
+        **on,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seconds": round(time.perf_counter() - began, 1),
+        "loads": [result.to_json() for result in results],
+    }
+    if options.plot is not None:
+        kind = f"{found['of']}, {found['model']}, {found['device']}"
+        save_bars(results, options.plot, kind)
+    print(json.dumps(found), flush=True)
+    return found
+
+
+def _steady(engine: EngineConfig, options: Options) -> tuple[list[LoadResult], dict[str, Any]]:
+    config = replace(single_rank_config(engine), schedule_files=(), nano_batches=1)
+    tuned = None if engine.schedules is None else _tuned(engine)
+    loaded = _load(config)
+    cuda, capacity = loaded.model.view.block.is_cuda, loaded.capacity
+    mixes = [load.steady_mix(config.max_batch_tokens, *_room(capacity)) for load in options.loads]
+    options.steady.check(loaded.model.num_sms)
+    on = _device(cuda)
+    fill_pages(loaded.cache)
+    tracer = _tracer(engine, options, loaded, on["device"])
+    steady = replace(options.steady, effort=replace(options.steady.effort, num_repeats=options.num_repeats))
+    results = []
+    for load, mix in zip(options.loads, mixes):
+        _say(f"load {load.name}: {mix.rows} rows, {mix.num_decodes} decodes of {mix.mean_context} KV tokens")
+        plan = steady_plan(loaded.limits, mix, num_pages=capacity.num_pages, vocab_size=loaded.spec.vocab_size)
+        bench = ScheduleBench(loaded.model, plan, GpuMeter().joules if cuda else lambda: 0.0)
+        metered = MeteredBench(bench, GpuMeter if cuda else None)
+        ablation = Ablation(metered, layer_operators(loaded.spec), mix, loaded.model.num_sms, steady, _say)
+        result, schedules = ablation.run(load.name, tuned)
+        _say("\n".join(table(result)))
+        results.append(result)
+        if tracer is not None:
+            tracer.write(bench, plan, result, schedules)
+    return results, on
+
+
+def _load(config: WorkerConfig) -> LoadedModel:
+    line = ProgressLine()
+    try:
+        return load_model(config, line.share, [config.max_batch_tokens])
+    finally:
+        line.done()
+
+
+def _tuned(engine: EngineConfig) -> tuple[PipelineSchedule, ...]:
+    config = replace(single_rank_config(engine), nano_batches=1)
+    return read_schedules(config, ModelSpec.from_folder(config.model_dir))
+
+
+def _room(capacity: EngineCapacity) -> tuple[int, int, int]:
+    return capacity.max_slots, capacity.num_pages, capacity.page_size
+
+
+def _tracer(engine: EngineConfig, options: Options, loaded: LoadedModel, device: str) -> Tracer | None:
+    if options.traces is None:
+        return None
+    options.traces.mkdir(parents=True, exist_ok=True)
+    peaks = Peaks(0.0, 0.0)  # nothing is known of a CPU
+    if loaded.model.view.block.is_cuda:
+        peaks = Peaks(gemm_rate(loaded.spec, loaded.dtype), memory_rate())
+    return Tracer(options.traces, loaded.spec, engine.model.resolve().name, device, peaks, _say)
+
+
+def _whole_runs(
+    engine: EngineConfig, options: Options, open_executor: Callable[..., Executor]
+) -> tuple[list[LoadResult], dict[str, Any]]:
+    engine = replace(engine, nano_batches=options.steady.nano_batches[0])
+    by_mode = ablation_runs.choices(engine)
+    if Mode.OVERLAP not in by_mode:
+        raise ConfigError("schedules: whole runs compare the schedules of a folder; `nanoflow tune` makes them")
+    line = ProgressLine()
+    executor = open_executor(engine, line.share)
+    line.done()
+    try:
+        if not isinstance(executor, CudaExecutor):
+            raise ConfigError("whole runs are for GPUs: leave --whole-runs out")
+        on = _device(executor.is_cuda)
+        if executor.is_cuda:
+            gemm_rate(executor.spec, executor.dtype)  # the card is as warm for the first run as for the last
+        results = []
+        for load in options.loads:
+            meter = GpuMeter if executor.is_cuda else None
+            results.append(ablation_runs.run_load(engine, executor, load, by_mode, options.num_repeats, meter, _say))
+            _say("\n".join(table(results[-1])))
+    finally:
+        executor.close()
+    return results, on
+
+
+def _device(cuda: bool) -> dict[str, Any]:
+    if not cuda:
+        return {"device": "cpu", "driver": None}
+    return {"device": torch.cuda.get_device_name(), "driver": NvmlCard().driver()}
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
