@@ -16,7 +16,7 @@ from worker.kernels import reference
 
 # Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`)
 # are ahead with few rows, where
-# a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy Triton's first takes its place.
+# a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and cuda-bindings Triton's first takes its place.
 DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
 FEW_ROWS = 256
 GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
@@ -169,6 +169,13 @@ class ReferenceKernels:
         reference.sample(*args)
 
 
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it would be in
+        return False
+
+
 class TritonKernels:
     """Triton and cuBLAS on one GPU."""
 
@@ -184,7 +191,7 @@ class TritonKernels:
             skinny_gemm,
         )
 
-        self._decode_cuda, self._has_cupy = decode_attention_cuda, find_spec("cupy") is not None
+        self._decode_cuda, self._has_cuda = decode_attention_cuda, _is_there("cupy") and _is_there("cuda.bindings")
 
         self._decode, self._prefill = decode_attention, prefill_attention
         self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
@@ -290,7 +297,7 @@ class TritonKernels:
         q, k, v, table, units, span, out = args
         sms, variant = how.sms or self._sms, how.kernel or ("cuda" if rows <= FEW_ROWS else "4x4")
         _, _, page_size, head_dim = k.shape
-        cuda = self._decode_cuda.VARIANTS.get(variant) if self._has_cupy else None
+        cuda = self._decode_cuda.VARIANTS.get(variant) if self._has_cuda else None
         if cuda and self._decode_cuda.fits(head_dim, group, page_size, k.dtype, cuda):
             self._decode_cuda.decode_attention(
                 q, k, v, table, units, span, ticket, self._workspace, out, group=group, sms=sms, variant=cuda

@@ -151,8 +151,14 @@ class CudaStreams:
     """Streams of one GPU, made as they are asked for: ask for all before the first capture."""
 
     def __init__(self, device: torch.device) -> None:
-        from cuda.bindings import driver
-
+        """Raises PartitionError where cuda-bindings are not installed."""
+        try:
+            from cuda.bindings import driver
+        except ImportError:
+            raise PartitionError(
+                "schedules that share the SMs need cuda-bindings: pip install 'nanoflow-runtime[gpu]', "
+                "or leave --schedules out"
+            ) from None
         self._driver = driver
         self._device = device
         torch.cuda.current_stream(device).synchronize()  # the primary context is there

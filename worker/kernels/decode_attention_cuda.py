@@ -6,14 +6,16 @@ instructions. Knows nothing of models or plans.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
 
-import numpy as np
 import torch
+
+from worker.kernels.launch import Argument, launch_chained
 
 _LOG2E = 1.4426950408889634
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -120,15 +122,13 @@ def decode_attention(
     variant: Variant = Variant(),
 ) -> None:
     """As worker.kernels.decode_attention.decode_attention, on so many SMs."""
-    import cupy
-
     assert fits(k_pages.shape[-1], group, k_pages.shape[2], k_pages.dtype, variant)
     _, kv_heads, page_size, head_dim = k_pages.shape
     kernel = _kernel(k_pages.dtype, head_dim, kv_heads, group, page_size, variant)
     pointers = [q, k_pages, v_pages, page_table, units, span, ticket, workspace.arrived]
     pointers += [workspace.out, workspace.max, workspace.sum, out]
-    arguments = [np.uint64(tensor.data_ptr()) for tensor in pointers]
-    strides = [np.int64(tensor.stride(0)) for tensor in (q, page_table, out)]
-    scale = np.float32(_LOG2E / math.sqrt(head_dim))
-    with cupy.cuda.ExternalStream(torch.cuda.current_stream(q.device).cuda_stream, q.device.index):
-        kernel((sms * variant.blocks,), (variant.warps * 32,), (*arguments, *strides, scale))
+    arguments: list[Argument] = [(tensor.data_ptr(), ctypes.c_void_p) for tensor in pointers]
+    arguments += [(tensor.stride(0), ctypes.c_longlong) for tensor in (q, page_table, out)]
+    arguments.append((_LOG2E / math.sqrt(head_dim), ctypes.c_float))
+    stream = torch.cuda.current_stream(q.device).cuda_stream
+    launch_chained(kernel.kernel.ptr, sms * variant.blocks, variant.warps * 32, arguments, stream)
