@@ -246,7 +246,6 @@ def user_errors() -> tuple[type[Exception], ...]:
     by_module = {
         "kvstore.keys": ("StoreError",),
         "worker.executor": ("CapacityError",),
-        "worker.streams": ("PartitionError",),
         "worker.weights": ("ModelLoadError",),
         "worker.sharding": ("ShardingError",),
         "worker.steady_batch": ("SteadyBatchError",),

@@ -14,9 +14,9 @@ import torch
 
 from worker.kernels import reference
 
-# Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`)
-# are ahead with few rows, where
-# a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and cuda-bindings Triton's first takes its place.
+# Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`) are
+# ahead with few rows, where a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and
+# cuda-bindings Triton's first takes their place.
 DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
 FEW_ROWS = 256
 GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
