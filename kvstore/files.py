@@ -6,11 +6,21 @@ import errno
 import os
 from pathlib import Path
 
+from kvstore.open_files import OpenFiles, identity_of
+
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
+_MAX_OPEN = 256  # files; processes may have 1,024 as a rule
 
 
 class Files:
-    """Whole reads and writes at an offset. Everything raises OSError."""
+    """Whole reads and writes at an offset. Everything raises OSError. `close` when done.
+
+    Files that were read stay open. One that somebody else deletes or replaces is read on until `forget_changed`, or
+    until its path is written to.
+    """
+
+    def __init__(self, max_open: int = _MAX_OPEN) -> None:
+        self._open = OpenFiles(max_open)
 
     def read(self, path: Path, offset: int, into: memoryview) -> int:
         """Fill `into` from the file; bytes read, fewer than asked for only at the file's end.
@@ -18,30 +28,21 @@ class Files:
         Past the page cache where that can be done: what is read is kept by the caller, and a copy of it in the cache
         would cost time and push out what others need.
         """
+        file = self._open.take(path)
         try:
-            return self._read(path, offset, into, os.O_DIRECT)
+            return _read(file.descriptor, offset, into)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            return self._read(path, offset, into, 0)  # the file system has no such thing, or something is not aligned
-
-    def _read(self, path: Path, offset: int, into: memoryview, flags: int) -> int:
-        descriptor = os.open(path, os.O_RDONLY | _OPEN | flags)
-        try:
-            done = 0
-            while done < len(into):
-                count = os.preadv(descriptor, [into[done:]], offset + done)
-                if count == 0:
-                    break
-                done += count
-            return done
         finally:
-            os.close(descriptor)
+            self._open.give_back(file)
+        return self._read_unaligned(path, offset, into)
 
     def write(self, path: Path, offset: int, data: memoryview) -> None:
         """Write all of it, making the file (for its owner only) if it is not there."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | _OPEN, 0o600)
         try:
+            self._open.forget_other(path, identity_of(os.fstat(descriptor)))
             done = 0
             while done < len(data):
                 done += os.pwritev(descriptor, [data[done:]], offset + done)
@@ -51,7 +52,34 @@ class Files:
     def remove(self, path: Path) -> None:
         """Remove a file that may be gone already."""
         path.unlink(missing_ok=True)
+        self._open.forget(path)
 
     def truncate(self, path: Path, num_bytes: int) -> None:
         """Cut a file off."""
         os.truncate(path, num_bytes)
+
+    def forget_changed(self) -> None:
+        """Let go of files that others have deleted or replaced; the disk has their bytes until then."""
+        self._open.forget_changed()
+
+    def close(self) -> None:
+        """Let go of all."""
+        self._open.close()
+
+    def _read_unaligned(self, path: Path, offset: int, into: memoryview) -> int:
+        """Through the page cache: offset, length or memory are not what direct reads want."""
+        descriptor = os.open(path, os.O_RDONLY | _OPEN)
+        try:
+            return _read(descriptor, offset, into)
+        finally:
+            os.close(descriptor)
+
+
+def _read(descriptor: int, offset: int, into: memoryview) -> int:
+    done = os.preadv(descriptor, [into], offset)
+    while 0 < done < len(into):
+        count = os.preadv(descriptor, [into[done:]], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done

@@ -13,7 +13,7 @@ from itertools import islice
 
 from kvstore.lru import Lru
 from kvstore.record import slot_bytes_for
-from kvstore.slabs import SlabAllocator
+from kvstore.slabs import NO_OWNER, SlabAllocator
 
 _MAX_VICTIMS_LOOKED_AT = 64  # how far to look for one whose slab may go, when slot sizes differ
 
@@ -73,9 +73,7 @@ class Residents:
             return None
         slot_bytes = slot_bytes_for(payload_bytes)
         offset = self.slabs.allocate(slot_bytes)
-        if offset is None and self._make_room(slot_bytes):
-            offset = self.slabs.allocate(slot_bytes)
-        return offset
+        return self._take_over(slot_bytes) if offset is None else offset
 
     def publish(self, key: bytes, offset: int, payload_bytes: int) -> int | None:
         """Let a reserved slot be found as the key's, most recently used; None, and cancelled, if the key is there."""
@@ -131,32 +129,33 @@ class Residents:
         self.lru.check_integrity()
         self.slabs.check_integrity()
 
-    def _make_room(self, slot_bytes: int) -> bool:
+    def _take_over(self, slot_bytes: int) -> int | None:
         for victim in islice(self.lru.oldest_first(), _MAX_VICTIMS_LOOKED_AT):
             offset = self._offsets[victim]
             if self.slabs.slot_bytes_at(offset) == slot_bytes:
-                self._evict(victim)
-                return True
+                self._forget(victim)
+                self.slabs.set_owner(offset, NO_OWNER)
+                return offset
             slab, _ = self.slabs.place_of(offset)
             beside = self.slabs.owners_beside(offset)
             if beside and self.slabs.num_slots(slab, slot_bytes) and all(map(self.lru.is_free, beside)):
                 for handle in beside:
-                    self._evict(handle)
-                return True
-        return False
-
-    def _evict(self, handle: int) -> None:
-        key = self.lru.key_of(handle)
-        doomed = handle in self._doomed
-        self._remove(handle)
-        if not doomed:
-            self._on_evict(key)
+                    self._forget(handle)
+                    self.cancel(self._offsets[handle])
+                return self.slabs.allocate(slot_bytes)
+        return None
 
     def _settle(self, handle: int) -> None:
         if handle in self._doomed and self.lru.is_free(handle):
-            self._remove(handle)
+            self._doomed.discard(handle)
+            self.lru.remove(handle)
+            self.cancel(self._offsets[handle])
 
-    def _remove(self, handle: int) -> None:
+    def _forget(self, handle: int) -> None:
+        """Evict a record; its slot is the caller's."""
+        key = self.lru.key_of(handle)
+        doomed = handle in self._doomed
         self._doomed.discard(handle)
         self.lru.remove(handle)
-        self.cancel(self._offsets[handle])
+        if not doomed:
+            self._on_evict(key)

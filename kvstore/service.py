@@ -81,7 +81,7 @@ class Acquisition:
     keys: Sequence[KVKey]
     tiers: list[Tier]  # of the leading keys that some tier has
     handles: dict[KVKey, int] = field(default_factory=dict)  # pinned
-    pending: list[Future[bool]] = field(default_factory=list)
+    pending: list[Future[None]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,13 +288,11 @@ class KVService:
                 assert handle is not None
                 acquisition.handles[key] = handle
         # Only now, so that loading one of the keys cannot evict another.
-        for number, (key, tier) in enumerate(zip(keys, acquisition.tiers)):
-            if tier is Tier.SSD:
-                loading = self.tiers.load(key)
-                if loading is None:
-                    del acquisition.tiers[number:]
-                    break
-                acquisition.pending.append(loading)
+        on_ssd = [number for number, tier in enumerate(acquisition.tiers) if tier is Tier.SSD]
+        loading = self.tiers.load([keys[number] for number in on_ssd])
+        if len(loading) < len(on_ssd):
+            del acquisition.tiers[on_ssd[len(loading)] :]
+        acquisition.pending.extend(dict.fromkeys(loading))
         return acquisition
 
     def _reserve_one(self, key: KVKey, payload_bytes: int, slots: list[_Slot]) -> int:

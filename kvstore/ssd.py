@@ -5,7 +5,8 @@ and index, those found at the start included. A record is published after it was
 is read: torn, flipped, swapped or stale bytes are dropped there, whatever the index said. One process at a time has
 a folder. Knows nothing of the CPU tier.
 
-`write` and `save_index` belong to one thread; everything else may be called by any, and only `read` does I/O.
+`write` and `save_index` belong to one thread; everything else may be called by any, and only the reads do I/O.
+Segment files that were read stay open; what others do to their names shows at the next `save_index` at the latest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -72,6 +73,7 @@ class SsdTier:
         self._num_saving = 0  # keys that a `save_index` under way has taken from these
         self._stale: set[int] = set()  # segments whose files are to be removed before anything more is written
         self._suspended_until = 0.0
+        self._paths: dict[int, Path] = {}  # of segments; made once, as that takes as long as opening one
         self._sequence = 0
         self._lock_descriptor = _own(folder)
         self._index = SsdIndex(folder, index_bytes - _SMALL_FILES_BYTES)
@@ -99,12 +101,13 @@ class SsdTier:
             handle = self._residents.find(key)
             return None if handle is None else self._residents.payload_bytes(handle)
 
-    def touch(self, key: bytes) -> None:
-        """The key was used, if it is here: found in a faster tier, say."""
+    def touch(self, key: bytes) -> bool:
+        """The key was used, if it is here, which is told: found in a faster tier, say."""
         with self._lock:
             handle = self._residents.find(key)
             if handle is not None:
                 self._residents.lru.touch(handle)
+            return handle is not None
 
     def drop(self, key: bytes) -> None:
         """Forget the key, if it is here."""
@@ -125,28 +128,41 @@ class SsdTier:
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """Fill a slot's bytes with the key's record, verified; False if there is none, and a bad one is dropped."""
+        return self.read_all([(key, into)])[0]
+
+    def read_all(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
+        """The same for some keys, one after the other."""
         with self._lock:
-            handle = self._residents.find(key)
-            if handle is None:
-                return False
-            self._residents.pin(handle)
-            payload_bytes = self._residents.payload_bytes(handle)
-            path, start = self._place(self._residents.offset(handle))
-        whole = False
+            handles = [self._residents.find(key) for key, _ in wanted]
+            for handle in handles:
+                if handle is not None:
+                    self._residents.pin(handle)
+        whole = [False] * len(wanted)
+        try:
+            for number, ((key, into), handle) in enumerate(zip(wanted, handles)):
+                whole[number] = handle is not None and self._read_pinned(handle, key, into)
+        finally:
+            with self._lock:
+                for (key, _), handle, is_good in zip(wanted, handles, whole):
+                    if handle is None:
+                        continue
+                    if not is_good:
+                        self._changed[key] = None
+                        self._residents.drop(handle)
+                    self._residents.unpin(handle)
+        return whole
+
+    def _read_pinned(self, handle: int, key: bytes, into: memoryview) -> bool:
+        path, start = self._place(self._residents.offset(handle))
         try:
             self._files.read(path, start, into)
-            whole = is_whole(into, key, payload_bytes)
-            self._counters.add("ssd_reads" if whole else "ssd_corrupt")
-            self._counters.add("ssd_read_bytes", len(into))
         except OSError as error:
             self._counters.add("ssd_read_errors")
             log.warning("%s cannot be read: %s", path, error.strerror)
-        finally:
-            with self._lock:
-                if not whole:
-                    self._changed[key] = None
-                    self._residents.drop(handle)
-                self._residents.unpin(handle)
+            return False
+        whole = is_whole(into, key, self._residents.payload_bytes(handle))
+        self._counters.add("ssd_reads" if whole else "ssd_corrupt")
+        self._counters.add("ssd_read_bytes", len(into))
         return whole
 
     def write(self, key: bytes, slot: memoryview, payload_bytes: int) -> bool:
@@ -188,6 +204,7 @@ class SsdTier:
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
         self._num_saving = 0
+        self._files.forget_changed()
 
     def close(self) -> None:
         """Save the index, in the order of use, and let the folder go. Nothing else may be going on."""
@@ -196,6 +213,7 @@ class SsdTier:
             self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
         self.save_index()
         self._index.close()
+        self._files.close()
         os.close(self._lock_descriptor)
 
     def check_integrity(self) -> None:
@@ -229,7 +247,10 @@ class SsdTier:
         self._stale.add(segment)
 
     def _path(self, segment: int) -> Path:
-        return self.folder / f"segment-{segment:06d}.kv"
+        path = self._paths.get(segment)
+        if path is None:
+            path = self._paths[segment] = self.folder / f"segment-{segment:06d}.kv"
+        return path
 
     def _place(self, offset: int) -> tuple[Path, int]:
         """File, and where in it."""

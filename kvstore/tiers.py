@@ -9,8 +9,9 @@ and clients. The caller holds the lock around every method; background jobs take
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 
 from kvstore.background import Background
 from kvstore.counters import Counters
@@ -32,8 +33,20 @@ COUNTERS = (
 NUM_READERS = 4  # threads that read the SSD
 _MAX_WAITING_WRITES = 65536  # keys only: nothing is kept in memory for them
 _MAX_WAITING_READS = 16384  # each has its room in the CPU tier
+_MAX_JOB_BYTES = 512 << 10  # of records that one reader is given at once: handing over costs as much as a small read
 
 Slots = Callable[[int, int], memoryview]  # offset and bytes to the arena's bytes
+
+
+@dataclass(slots=True)
+class _Load:
+    """Records that one reader brings from SSD to their room in the CPU tier."""
+
+    keys: list[KVKey] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    payload_bytes: list[int] = field(default_factory=list)
+    num_bytes: int = 0  # of slots
+    done: Future[None] = field(default_factory=Future)
 
 
 class Tiers:
@@ -58,9 +71,10 @@ class Tiers:
         self._lock = lock
         self._counters = counters
         self._demoting: set[bytes] = set()
-        self._loading: dict[bytes, Future[bool]] = {}
+        self._loading: dict[bytes, Future[None]] = {}
         # One writer, as the SSD tier wants it; it is the disk that bounds what is written.
         self._writer = Background("kv-write", 1, _MAX_WAITING_WRITES) if ssd is not None else None
+        self._num_readers = num_readers
         self._readers = Background("kv-read", num_readers, _MAX_WAITING_READS) if ssd is not None else None
 
     def tier_of(self, key: KVKey) -> Tier:
@@ -83,8 +97,8 @@ class Tiers:
         key = self.cpu.lru.key_of(handle)
         hits = self.cpu.count_hit(handle)
         if self.ssd is not None:
-            self.ssd.touch(key)
-            if hits >= self._ssd_after_hits:
+            on_ssd = self.ssd.touch(key)
+            if not on_ssd and hits >= self._ssd_after_hits:
                 self._demote(key)
 
     def publish(self, key: KVKey, offset: int, payload_bytes: int) -> bool:
@@ -94,26 +108,28 @@ class Tiers:
             self._demote(key)
         return handle is not None
 
-    def load(self, key: KVKey) -> Future[bool] | None:
-        """Have the key's record brought from SSD to the CPU tier; None if that cannot be done."""
-        if key in self._loading:
-            return self._loading[key]
-        payload_bytes = self.ssd.payload_bytes(key) if self.ssd is not None else None
-        if payload_bytes is None or self._readers is None:
-            return None
-        self._counters.add("promotions")
-        offset = self.cpu.reserve(payload_bytes)
-        if offset is None:
-            self._counters.add("promotions_dropped")
-            return None
-        done: Future[bool] = Future()
-        self._loading[key] = done
-        if not self._readers.submit(lambda: self._load(key, offset, payload_bytes, done)):
-            self._counters.add("promotions_dropped")
-            del self._loading[key]
-            self.cpu.cancel(offset)
-            return None
-        return done
+    def load(self, keys: Sequence[KVKey]) -> list[Future[None]]:
+        """Have records brought from SSD to the CPU tier; a future each, of the leading ones that can be.
+
+        A future ends with its record's load, which may have failed; records that are read together share one.
+        """
+        most = -(-len(keys) // self._num_readers)  # in one load, so that all readers have some
+        futures: list[Future[None]] = []
+        load = _Load()
+        for key in keys:
+            if key in self._loading:
+                futures.append(self._loading[key])
+                continue
+            if load.keys and (len(load.keys) == most or load.num_bytes >= _MAX_JOB_BYTES):
+                if not self._begin_load(load):
+                    return futures[: futures.index(load.done)]
+                load = _Load()
+            if not self._make_room(load, key):
+                break
+            futures.append(load.done)
+        if load.keys and not self._begin_load(load):
+            return futures[: futures.index(load.done)]
+        return futures
 
     def drop(self, key: KVKey) -> bool:
         """Forget the CPU tier's record, as its bytes are not what they should be; the SSD's own are verified."""
@@ -190,18 +206,48 @@ class Tiers:
             with self._lock:
                 self.cpu.unhold(handle)
 
-    def _load(self, key: KVKey, offset: int, payload_bytes: int, done: Future[bool]) -> None:
+    def _make_room(self, load: _Load, key: KVKey) -> bool:
+        """Add the key to a load; False if it is not on SSD, or the CPU tier has no room."""
+        payload_bytes = self.ssd.payload_bytes(key) if self.ssd is not None else None
+        if payload_bytes is None:
+            return False
+        self._counters.add("promotions")
+        offset = self.cpu.reserve(payload_bytes)
+        if offset is None:
+            self._counters.add("promotions_dropped")
+            return False
+        load.keys.append(key)
+        load.offsets.append(offset)
+        load.payload_bytes.append(payload_bytes)
+        load.num_bytes += slot_bytes_for(payload_bytes)
+        self._loading[key] = load.done
+        return True
+
+    def _begin_load(self, load: _Load) -> bool:
+        """Give it to a reader; False, and nothing left of it, if too many wait."""
+        assert self._readers is not None
+        if self._readers.submit(lambda: self._load(load)):
+            return True
+        self._counters.add("promotions_dropped", len(load.keys))
+        for key, offset in zip(load.keys, load.offsets):
+            del self._loading[key]
+            self.cpu.cancel(offset)
+        return False
+
+    def _load(self, load: _Load) -> None:
         """In a reader's thread."""
         assert self.ssd is not None
-        loaded = False
+        whole = [False] * len(load.keys)
         try:
-            loaded = self.ssd.read(key, self._slots(offset, slot_bytes_for(payload_bytes)))
+            slots = [self._slots(*place) for place in zip(load.offsets, map(slot_bytes_for, load.payload_bytes))]
+            whole = self.ssd.read_all(list(zip(load.keys, slots)))
         finally:
             with self._lock:
-                del self._loading[key]
-                if loaded:
-                    self.cpu.publish(key, offset, payload_bytes)
-                else:
-                    self.cpu.cancel(offset)
-                    self._counters.add("promotions_failed")
-            done.set_result(loaded)
+                for key, offset, payload_bytes, is_good in zip(load.keys, load.offsets, load.payload_bytes, whole):
+                    del self._loading[key]
+                    if is_good:
+                        self.cpu.publish(key, offset, payload_bytes)
+                    else:
+                        self.cpu.cancel(offset)
+                self._counters.add("promotions_failed", whole.count(False))
+            load.done.set_result(None)

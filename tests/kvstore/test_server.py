@@ -172,6 +172,7 @@ class SlowFiles(Files):
     """A disk that waits until it is let go."""
 
     def __init__(self):
+        super().__init__()
         self.let_go = threading.Event()
 
     def read(self, path, offset, into):

@@ -40,6 +40,7 @@ class SlowFiles(Files):
     """A disk that waits until it is let go."""
 
     def __init__(self):
+        super().__init__()
         self.let_go = threading.Event()
 
     def read(self, path, offset, into):
@@ -129,6 +130,24 @@ def test_a_load_under_way_holds_up_nobody_else_and_is_shared(make, tmp_path):
     assert [block.tier for block in acquired.blocks] == [Tier.SSD]
     service.release(acquired.lease_id)
     assert get(service, b"key") == (payload_for(b"key"), Tier.CPU)
+
+
+def test_a_bad_record_among_those_that_are_read_together_ends_nobody_elses_load(make, tmp_path):
+    service = make(ssd_dir=tmp_path, ssd_bytes=1 << 20, ssd_after_hits=0)
+    keys = [b"key-%02d" % number for number in range(16)]
+    for key in [*keys, *(b"other-%d" % number for number in range(16))]:
+        put(service, key, payload_for(key))
+        service.tiers.finish()
+    segment = next(tmp_path.glob("segment-*"))
+    data = bytearray(segment.read_bytes())
+    data[data.index(payload_for(keys[5]))] ^= 1
+    segment.write_bytes(data)
+    acquired = service.acquire(keys, wait_s=5.0)
+    assert [block.key for block in acquired.blocks] == keys[:5]
+    service.release(acquired.lease_id)
+    assert service.lookup(keys[6:]) == [Tier.CPU] * 10
+    assert service.lookup(keys[5:]) == []
+    assert service.counters["promotions_failed"] == service.counters["ssd_corrupt"] == 1
 
 
 def test_a_put_of_what_is_being_loaded_is_no_trouble(make, tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import shutil
 import stat
 import subprocess
 from collections import OrderedDict
+from contextlib import suppress
 
 import pytest
 from store_calls import Clock
@@ -49,7 +51,7 @@ class Tier:
         size = self.ssd.payload_bytes(key)
         if size is None:
             return False
-        slot = memoryview(bytearray(slot_bytes_for(size)))
+        slot = memoryview(mmap.mmap(-1, slot_bytes_for(size)))  # aligned, as an arena is
         if not self.ssd.read(key, slot):
             return False
         assert payload_of(slot, size) == payload_for(key, size)
@@ -232,6 +234,80 @@ def test_deleted_files_are_misses(folder, running):
     assert all(map(tier.put, keys(40)))
     assert all(map(tier.get, keys(40)))
     tier.stop()
+
+
+def held_bytes(folder) -> int:
+    """Of deleted segment files that this process has open: the disk has them still."""
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith(str(folder)) and link.endswith(" (deleted)"):
+                found += os.fstat(int(name)).st_size
+    return found
+
+
+def test_files_deleted_while_they_are_open_are_misses_once_the_index_is_saved(folder):
+    filled(folder)
+    tier = Tier(folder)
+    assert all(map(tier.get, keys(40)))
+    for path in segments(folder):
+        path.unlink()
+    assert all(map(tier.get, keys(10))), "whole records of the right keys do no harm"
+    assert held_bytes(folder) == 40 * 4096
+    tier.ssd.save_index()
+    assert held_bytes(folder) == 0, "the disk has its room again"
+    assert not any(map(tier.get, keys(40)))
+    assert tier.counters["ssd_read_errors"] == 40
+    tier.stop()
+
+
+def test_what_is_written_to_a_deleted_files_path_is_read_there(folder):
+    filled(folder, 10)
+    tier = Tier(folder)
+    assert all(map(tier.get, keys(10)))
+    segments(folder)[0].unlink()
+    assert tier.put(b"new")
+    assert held_bytes(folder) == 0, "not two files for one segment"
+    assert tier.get(b"new")
+    assert not any(map(tier.get, keys(10)))
+    tier.stop()
+
+
+@pytest.mark.parametrize("harm", ["swapped", "replaced", "truncated"])
+def test_files_harmed_while_they_are_open_give_no_wrong_bytes(folder, harm):
+    filled(folder)
+    tier = Tier(folder)
+    assert all(map(tier.get, keys(40)))
+    first, second, *_ = segments(folder)
+    if harm == "swapped":
+        first.rename(folder / "other")
+        second.rename(first)
+        (folder / "other").rename(second)
+    elif harm == "replaced":
+        (folder / "other").write_bytes(os.urandom(SEGMENT))
+        (folder / "other").rename(first)
+    else:
+        os.truncate(first, 4096)
+    before = sum(map(tier.get, keys(40)))
+    tier.ssd.save_index()
+    after = sum(map(tier.get, keys(40)))
+    assert (before, after) == {"swapped": (40, 8), "replaced": (40, 24), "truncated": (25, 25)}[harm]
+    assert held_bytes(folder) == 0
+    tier.stop()
+
+
+def test_segments_that_were_read_and_dropped_are_not_kept_open(folder):
+    tier = Tier(folder)
+    for key in keys(CAPACITY):
+        tier.put(key)
+        assert tier.get(key)
+    for key in keys(30, "large"):  # takes whole segments from the small ones
+        assert tier.put(key, 30_000)
+        assert tier.get(key)
+        assert disk_bytes(folder) + held_bytes(folder) <= BUDGET + slot_bytes_for(30_000)
+    tier.stop()
+    assert held_bytes(folder) == 0
 
 
 def test_a_deleted_folder_is_no_worse(folder):
