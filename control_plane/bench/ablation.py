@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,25 +23,27 @@ from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule
 from autosearch.specs import ModelSpec
 from control_plane.bench import ablation_runs
-from control_plane.bench.ablation_plan import Load, Mode
+from control_plane.bench.ablation_plan import Load
 from control_plane.bench.ablation_plot import save_bars
 from control_plane.bench.ablation_steady import Ablation, MeteredBench, SteadyOptions
 from control_plane.bench.ablation_table import LoadResult, table
 from control_plane.bench.ablation_traces import Tracer
 from control_plane.bench.gpu_meter import GpuMeter, gemm_rate, memory_rate
 from control_plane.config import EngineConfig
-from control_plane.engine import open_engine, single_rank_config
+from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
-from scheduler.plan import EngineCapacity
+from scheduler.plan import EngineCapacity, IterationPlan
 from scheduler.ports import Executor
+from worker.backend import open_executor
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_loading import LoadedModel, load_model, read_schedules
 from worker.power_meter import NvmlCard
 from worker.schedule_bench import ScheduleBench
-from worker.steady_batch import fill_pages, steady_plan
+from worker.steady_batch import SteadyBatchError, SteadyMix, fill_pages, steady_plan
 
+OpenExecutor = Callable[..., Executor]  # as worker.backend.open_executor
 _STEADY = SteadyOptions()
 
 
@@ -56,7 +59,7 @@ class Options:
     traces: Path | None = None  # folder for a layer's trace of each load and mode
 
 
-def run(engine: EngineConfig, options: Options, open_executor: Callable[..., Executor] = open_engine) -> dict[str, Any]:
+def run(engine: EngineConfig, options: Options, opened: OpenExecutor = open_executor) -> dict[str, Any]:
     """Load once, measure all loads; what was found, also printed as one JSON line.
 
     Raises ConfigError for what does not fit, and what the worker raises for a model that it cannot load.
@@ -65,7 +68,7 @@ def run(engine: EngineConfig, options: Options, open_executor: Callable[..., Exe
     if options.num_repeats < 1 or not options.loads:
         raise ConfigError("an ablation has at least one load and one repeat")
     engine = replace(engine, enable_prefix_caching=False, kv_store=None)
-    results, on = _whole_runs(engine, options, open_executor) if options.whole_runs else _steady(engine, options)
+    results, on = _whole_runs(engine, options, opened) if options.whole_runs else _steady(engine, options)
     found = {
         "benchmark": "ablation",
         "of": "whole runs" if options.whole_runs else "steady iterations",
@@ -92,15 +95,15 @@ def _steady(engine: EngineConfig, options: Options) -> tuple[list[LoadResult], d
     loaded = _load(config)
     cuda, capacity = loaded.model.view.block.is_cuda, loaded.capacity
     mixes = [load.steady_mix(config.max_batch_tokens, *_room(capacity)) for load in options.loads]
+    plans = [_plan(loaded, mix) for mix in mixes]
     options.steady.check(loaded.model.num_sms)
     on = _device(cuda)
     fill_pages(loaded.cache)
     tracer = _tracer(engine, options, loaded, on["device"])
     steady = replace(options.steady, effort=replace(options.steady.effort, num_repeats=options.num_repeats))
     results = []
-    for load, mix in zip(options.loads, mixes):
+    for load, mix, plan in zip(options.loads, mixes, plans):
         _say(f"load {load.name}: {mix.rows} rows, {mix.num_decodes} decodes of {mix.mean_context} KV tokens")
-        plan = steady_plan(loaded.limits, mix, num_pages=capacity.num_pages, vocab_size=loaded.spec.vocab_size)
         bench = ScheduleBench(loaded.model, plan, GpuMeter().joules if cuda else lambda: 0.0)
         metered = MeteredBench(bench, GpuMeter if cuda else None)
         ablation = Ablation(metered, layer_operators(loaded.spec), mix, loaded.model.num_sms, steady, _say)
@@ -125,6 +128,14 @@ def _tuned(engine: EngineConfig) -> tuple[PipelineSchedule, ...]:
     return read_schedules(config, ModelSpec.from_folder(config.model_dir))
 
 
+def _plan(loaded: LoadedModel, mix: SteadyMix) -> IterationPlan:
+    num_pages, vocab_size = loaded.capacity.num_pages, loaded.spec.vocab_size
+    try:
+        return steady_plan(loaded.limits, mix, num_pages=num_pages, vocab_size=vocab_size)
+    except SteadyBatchError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _room(capacity: EngineCapacity) -> tuple[int, int, int]:
     return capacity.max_slots, capacity.num_pages, capacity.page_size
 
@@ -140,14 +151,12 @@ def _tracer(engine: EngineConfig, options: Options, loaded: LoadedModel, device:
 
 
 def _whole_runs(
-    engine: EngineConfig, options: Options, open_executor: Callable[..., Executor]
+    engine: EngineConfig, options: Options, opened: OpenExecutor
 ) -> tuple[list[LoadResult], dict[str, Any]]:
-    engine = replace(engine, nano_batches=options.steady.nano_batches[0])
-    by_mode = ablation_runs.choices(engine)
-    if Mode.OVERLAP not in by_mode:
-        raise ConfigError("schedules: whole runs compare the schedules of a folder; `nanoflow tune` makes them")
     line = ProgressLine()
-    executor = open_executor(engine, line.share)
+    with TemporaryDirectory() as folder:
+        prepared = ablation_runs.prepare(engine, options.steady.nano_batches[0], Path(folder))
+        executor = opened(prepared.config, progress=line.share)
     line.done()
     try:
         if not isinstance(executor, CudaExecutor):
@@ -155,10 +164,9 @@ def _whole_runs(
         on = _device(executor.is_cuda)
         if executor.is_cuda:
             gemm_rate(executor.spec, executor.dtype)  # the card is as warm for the first run as for the last
-        results = []
+        effort, repeats, results = options.steady.sweep_effort, options.num_repeats, []
         for load in options.loads:
-            meter = GpuMeter if executor.is_cuda else None
-            results.append(ablation_runs.run_load(engine, executor, load, by_mode, options.num_repeats, meter, _say))
+            results.append(ablation_runs.run_load(engine, executor, load, prepared, repeats, effort, _say))
             _say("\n".join(table(results[-1])))
     finally:
         executor.close()

@@ -7,10 +7,13 @@ choose. Turns go there and back (A B B A). Knows nothing of steady iterations.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from autosearch.operators import layer_operators
+from autosearch.pipeline import PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
 from control_plane.bench.ablation_plan import Load, Mode, in_turns
 from control_plane.bench.ablation_table import LoadResult, Row
@@ -19,11 +22,17 @@ from control_plane.bench.record import Record
 from control_plane.bench.throughput import play
 from control_plane.config import EngineConfig
 from control_plane.engine import single_rank_config
+from control_plane.options import ConfigError
+from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_loading import read_schedules
+from worker.folded_norms import fold_norms
+from worker.schedule_bench import ScheduleBench
 from worker.schedule_choice import ScheduleChoice
+from worker.steady_batch import steady_plan
+from worker.tuner import Effort, measure_in_turns
 
-Choices = Mapping[Mode, ScheduleChoice | None]
+Meter = Callable[[], GpuMeter]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,35 +47,77 @@ class Played:
     joules_per_token: float | None
 
 
-def choices(engine: EngineConfig) -> dict[Mode, ScheduleChoice | None]:
-    """By what each mode chooses, of the schedules that such an engine loads. Raises InvalidScheduleError."""
-    config = single_rank_config(engine)
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The schedules of all modes, and how to load an engine that has them."""
+
+    config: WorkerConfig
+    tuned: tuple[PipelineSchedule, ...]
+    nano_batches: tuple[PipelineSchedule, ...]  # of every batch size that is large enough
+    sequential_folded: tuple[PipelineSchedule, ...]  # of the same sizes
+    nano_batches_folded: tuple[PipelineSchedule, ...]
+
+    def choices(self, folded: bool) -> dict[Mode, ScheduleChoice | None]:
+        """By what each mode chooses; folded: where nothing overlaps, norms are folded."""
+        return {
+            Mode.NON_OVERLAP: ScheduleChoice(self.sequential_folded) if folded else None,
+            Mode.NANO_BATCH: ScheduleChoice(self.nano_batches_folded if folded else self.nano_batches),
+            Mode.OVERLAP: ScheduleChoice(self.tuned),
+        }
+
+
+def prepare(engine: EngineConfig, num_nano_batches: int, folder: Path) -> Prepared:
+    """Files of schedules go to the folder, where they must stay until the engine is loaded.
+
+    Raises ConfigError without schedules of the user's, InvalidScheduleError for those that cannot run.
+    """
+    if engine.schedules is None:
+        raise ConfigError("schedules: whole runs compare the schedules of a folder; `nanoflow tune` makes them")
+    config = single_rank_config(replace(engine, nano_batches=num_nano_batches))
     spec = ModelSpec.from_folder(config.model_dir)
-    found: dict[Mode, ScheduleChoice | None] = {Mode.NON_OVERLAP: None}
-    if config.nano_batches > 1:
-        found[Mode.NANO_BATCH] = ScheduleChoice(read_schedules(replace(config, schedule_files=()), spec))
-    if config.schedule_files:
-        found[Mode.OVERLAP] = ScheduleChoice(read_schedules(replace(config, nano_batches=1), spec))
-    return found
+    operators = layer_operators(spec)
+    tuned = read_schedules(replace(config, nano_batches=1), spec)
+    nano_batches = read_schedules(replace(config, schedule_files=()), spec)
+    sequential_folded = tuple(fold_norms(sequential(operators, each.batch_tokens)) for each in nano_batches)
+    nano_batches_folded = tuple(map(fold_norms, nano_batches))
+    files = [folder / f"{schedule.name}.json" for schedule in (*sequential_folded, *nano_batches_folded)]
+    for file, schedule in zip(files, (*sequential_folded, *nano_batches_folded)):
+        file.write_text(schedule.to_json(), encoding="utf-8")
+    config = replace(config, schedule_files=(*config.schedule_files, *files))
+    return Prepared(config, tuned, nano_batches, sequential_folded, nano_batches_folded)
 
 
 def run_load(
     engine: EngineConfig,
     executor: CudaExecutor,
     load: Load,
-    by_mode: Choices,
+    prepared: Prepared,
     num_repeats: int,
-    meter: Callable[[], GpuMeter] | None,
+    effort: Effort,
     say: Callable[[str], None],
 ) -> LoadResult:
-    """All modes in turns on an engine that was loaded with their schedules."""
+    """All modes in turns on an engine that was loaded with their schedules. effort: to find out what non-overlap is."""
+    meter = GpuMeter if executor.is_cuda else None
+    folded = _folding_helps(executor, load, effort)
+    by_mode = prepared.choices(folded)
     played: dict[Mode, list[Played]] = {mode: [] for mode in by_mode}
     for mode in in_turns(list(by_mode), num_repeats):
         executor.use_choice(by_mode[mode])
         played[mode].append(_play(engine, executor, load, meter))
         say(f"  {load.name} {mode}: {played[mode][-1].tokens_per_s:.0f} tokens/s")
+    note = f"the faster of two: where nothing overlaps, norms are {'folded into GEMMs' if folded else 'by themselves'}"
     rows = tuple(_row(mode, runs) for mode, runs in played.items())
-    return LoadResult(load.name, str(load.workload), rows)
+    return LoadResult(load.name, str(load.workload), rows, notes=(note,))
+
+
+def _folding_helps(executor: CudaExecutor, load: Load, effort: Effort) -> bool:
+    """Whether the load's steady iteration is faster with folded norms, nothing overlapped."""
+    model, capacity = executor.model, executor.capacity
+    mix = load.steady_mix(capacity.max_batch_tokens, capacity.max_slots, capacity.num_pages, capacity.page_size)
+    plan = steady_plan(model.limits, mix, num_pages=capacity.num_pages, vocab_size=model.spec.vocab_size)
+    plain = sequential(layer_operators(model.spec), mix.rows)
+    without, with_them = measure_in_turns(ScheduleBench(model, plan), [plain, fold_norms(plain)], effort)
+    return with_them.median_ms < without.median_ms
 
 
 def _play(engine: EngineConfig, executor: CudaExecutor, load: Load, meter: Callable[[], GpuMeter] | None) -> Played:
