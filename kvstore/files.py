@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvstore.open_files import OpenFiles, identity_of
@@ -22,8 +23,8 @@ class Files:
     def __init__(self, max_open: int = _MAX_OPEN) -> None:
         self._open = OpenFiles(max_open)
 
-    def read(self, path: Path, offset: int, into: memoryview) -> int:
-        """Fill `into` from the file; bytes read, fewer than asked for only at the file's end.
+    def read(self, path: Path, offset: int, *into: memoryview) -> int:
+        """Fill these, one after the other, from the file; bytes read, fewer than asked for only at the file's end.
 
         Past the page cache where that can be done: what is read is kept by the caller, and a copy of it in the cache
         would cost time and push out what others need.
@@ -66,7 +67,7 @@ class Files:
         """Let go of all."""
         self._open.close()
 
-    def _read_unaligned(self, path: Path, offset: int, into: memoryview) -> int:
+    def _read_unaligned(self, path: Path, offset: int, into: Sequence[memoryview]) -> int:
         """Through the page cache: offset, length or memory are not what direct reads want."""
         descriptor = os.open(path, os.O_RDONLY | _OPEN)
         try:
@@ -75,11 +76,22 @@ class Files:
             os.close(descriptor)
 
 
-def _read(descriptor: int, offset: int, into: memoryview) -> int:
-    done = os.preadv(descriptor, [into], offset)
-    while 0 < done < len(into):
-        count = os.preadv(descriptor, [into[done:]], offset + done)
+def _read(descriptor: int, offset: int, into: Sequence[memoryview]) -> int:
+    wanted = sum(map(len, into))
+    done = os.preadv(descriptor, into, offset)
+    while 0 < done < wanted:
+        count = os.preadv(descriptor, _after(into, done), offset + done)
         if count == 0:
             break
         done += count
     return done
+
+
+def _after(into: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left to be filled."""
+    left = []
+    for each in into:
+        if done < len(each):
+            left.append(each[done:])
+        done = max(done - len(each), 0)
+    return left

@@ -26,6 +26,7 @@ from kvstore.keys import StoreError
 from kvstore.record import is_whole, slot_bytes_for
 from kvstore.residents import Residents
 from kvstore.ssd_index import Row, SsdIndex, index_bytes_for
+from kvstore.ssd_reads import Read, side_by_side
 
 log = logging.getLogger(__name__)
 
@@ -131,39 +132,47 @@ class SsdTier:
         return self.read_all([(key, into)])[0]
 
     def read_all(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
-        """The same for some keys, one after the other."""
+        """The same for some keys; records that lie side by side are read at once."""
+        whole = [False] * len(wanted)
         with self._lock:
             handles = [self._residents.find(key) for key, _ in wanted]
-            for handle in handles:
-                if handle is not None:
-                    self._residents.pin(handle)
-        whole = [False] * len(wanted)
+            reads = [
+                Read(number, *wanted[number], handle, self._residents.offset(handle))
+                for number, handle in enumerate(handles)
+                if handle is not None
+            ]
+            for read in reads:
+                self._residents.pin(read.handle)
         try:
-            for number, ((key, into), handle) in enumerate(zip(wanted, handles)):
-                whole[number] = handle is not None and self._read_pinned(handle, key, into)
+            for run in side_by_side(reads, self._residents.slabs.slab_bytes):
+                self._read_run(run, whole)
         finally:
             with self._lock:
-                for (key, _), handle, is_good in zip(wanted, handles, whole):
-                    if handle is None:
-                        continue
-                    if not is_good:
-                        self._changed[key] = None
-                        self._residents.drop(handle)
-                    self._residents.unpin(handle)
+                for read in reads:
+                    if not whole[read.number]:
+                        self._changed[read.key] = None
+                        self._residents.drop(read.handle)
+                    self._residents.unpin(read.handle)
         return whole
 
-    def _read_pinned(self, handle: int, key: bytes, into: memoryview) -> bool:
-        path, start = self._place(self._residents.offset(handle))
+    def _read_run(self, run: Sequence[Read], whole: list[bool]) -> None:
+        path, start = self._place(run[0].offset)
         try:
-            self._files.read(path, start, into)
+            self._files.read(path, start, *(read.into for read in run))
         except OSError as error:
+            if len(run) > 1:  # one of them may be bad
+                for read in run:
+                    self._read_run([read], whole)
+                return
             self._counters.add("ssd_read_errors")
             log.warning("%s cannot be read: %s", path, error.strerror)
-            return False
-        whole = is_whole(into, key, self._residents.payload_bytes(handle))
-        self._counters.add("ssd_reads" if whole else "ssd_corrupt")
-        self._counters.add("ssd_read_bytes", len(into))
-        return whole
+            return
+        for read in run:
+            whole[read.number] = is_whole(read.into, read.key, self._residents.payload_bytes(read.handle))
+        num_whole = sum(whole[read.number] for read in run)
+        self._counters.add("ssd_reads", num_whole)
+        self._counters.add("ssd_corrupt", len(run) - num_whole)
+        self._counters.add("ssd_read_bytes", sum(len(read.into) for read in run))
 
     def write(self, key: bytes, slot: memoryview, payload_bytes: int) -> bool:
         """Keep a copy of the record in a slot; whether it is here now."""

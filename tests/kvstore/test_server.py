@@ -175,9 +175,9 @@ class SlowFiles(Files):
         super().__init__()
         self.let_go = threading.Event()
 
-    def read(self, path, offset, into):
+    def read(self, path, offset, *into):
         assert self.let_go.wait(20)
-        return super().read(path, offset, into)
+        return super().read(path, offset, *into)
 
 
 async def test_a_get_that_is_cancelled_while_it_loads_keeps_nothing(tmp_path):

@@ -356,9 +356,9 @@ class FaultyFiles(Files):
 
     fault: int | None = None  # an errno
 
-    def read(self, path, offset, into):
+    def read(self, path, offset, *into):
         self._fail()
-        return super().read(path, offset, into)
+        return super().read(path, offset, *into)
 
     def write(self, path, offset, data):
         if self.fault is not None:
@@ -400,6 +400,29 @@ def test_failed_reads_are_misses(folder):
     files.fault = None
     assert not any(map(tier.get, keys(10))), "dropped: nobody knows what the disk would give"
     assert all(map(tier.get, keys(40)[10:]))
+    tier.stop()
+
+
+def test_records_side_by_side_are_read_at_once_and_one_by_one_where_that_fails(folder):
+    filled(folder, 8)
+    reads = []
+
+    class BadSector(Files):
+        def read(self, path, offset, *into):
+            reads.append(len(into))
+            if offset <= 3 * 4096 < offset + sum(map(len, into)):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(path, offset, *into)
+
+    tier = Tier(folder, BadSector())
+    slots = [memoryview(mmap.mmap(-1, 4096)) for _ in range(8)]
+    assert tier.ssd.read_all(list(zip(keys(8), slots))[::-1]) == [number != 3 for number in range(8)][::-1]
+    assert reads == [8] + [1] * 8
+    assert tier.counters["ssd_read_errors"] == 1
+    assert tier.counters["ssd_reads"] == 7
+    for key, slot in zip(keys(8), slots):
+        assert key == b"key-3" or payload_of(slot, PAYLOAD) == payload_for(key)
+    assert [tier.get(key) for key in keys(8)] == [number != 3 for number in range(8)]
     tier.stop()
 
 
