@@ -1,9 +1,10 @@
 """`bench offload disk`: how fast the KV store's SSD tier reads records, beside `fio` on the same files.
 
 The store is the product's service in this process: its reader threads, its reads into the arena, its checksums. fio
-reads the very segment files that the store wrote, in blocks of a record's slot, directly, in random order, with as many
-jobs as the store has readers; what the kernel has cached of the files is dropped before each run. Where fio is not
-installed a plain stand-in does the same reads: threads that call preadv. Knows nothing of engines.
+reads the very segment files that the store wrote, in blocks of a record's slot, directly, with as many jobs as the
+store has readers; what the kernel has cached of the files is dropped before each run. Both read in random order, and in
+the order of writing: a conversation's pages are asked for together and lie side by side. Where fio is not installed a
+plain stand-in does the random reads: threads that call preadv. Knows nothing of engines.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _NUM_SEGMENTS = 8  # files: fio takes a few names only
 _GROUP = 16  # records that are asked for at once
 _ARENA_GROUPS = 4
 _WAIT_S = 120.0
+_IN_ORDER = ", in order"
 
 
 class DiskBench:
@@ -61,17 +63,18 @@ class DiskBench:
         )
         self._keys = [KVKey(number.to_bytes(32, "big")) for number in range(self.num_records)]
         self._write()
-        self._order = random.Random(0).sample(self._keys, self.num_records)
+        self._shuffled = random.Random(0).sample(self._keys, self.num_records)
 
     @property
     def num_bytes(self) -> int:
         """Read in one run."""
         return self.num_records * self.slot_bytes
 
-    def store(self) -> float:
+    def store(self, in_order: bool = False) -> float:
         """Bytes a second through the store: from the question to the last record whole in the arena."""
         service = KVService(self._config)
-        groups = [self._order[start : start + _GROUP] for start in range(0, self.num_records, _GROUP)]
+        order = self._keys if in_order else self._shuffled
+        groups = [order[start : start + _GROUP] for start in range(0, self.num_records, _GROUP)]
         try:
             began = time.perf_counter()
             service.prefetch(groups[0])
@@ -86,26 +89,18 @@ class DiskBench:
             service.close()
         return self.num_bytes / took_s
 
-    def fio(self) -> float:
+    def fio(self, in_order: bool = False) -> float:
         """Bytes a second. Raises ConfigError where fio fails."""
-        names = ":".join(path.name for path in self._segments())
-        command = [
-            "fio",
-            "--name=read",
-            f"--filename={names}",
-            f"--bs={self.slot_bytes}",
-            "--rw=randread",
-            "--direct=1",
-        ]
-        command += [
-            "--direct=1",
-            "--ioengine=psync",
-            f"--numjobs={NUM_READERS}",
-            "--group_reporting",
-            "--readonly",
-            "--thread",
-        ]
-        command += [f"--io_size={self.num_bytes // NUM_READERS}", "--output-format=json"]
+        names = [path.name for path in self._segments()]
+        command = ["fio", f"--bs={self.slot_bytes}", "--direct=1", "--ioengine=psync", "--readonly", "--thread"]
+        command += ["--group_reporting", "--output-format=json"]
+        if in_order:  # each job has files of its own
+            command += ["--rw=read", "--file_service_type=sequential"]
+            for job in range(NUM_READERS):
+                command += [f"--name=read{job}", f"--filename={':'.join(names[job::NUM_READERS])}"]
+        else:
+            command += ["--rw=randread", f"--io_size={self.num_bytes // NUM_READERS}", f"--numjobs={NUM_READERS}"]
+            command += ["--name=read", f"--filename={':'.join(names)}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600, cwd=self._folder)
         with suppress(ValueError, KeyError, IndexError):
             found = json.loads(done.stdout[done.stdout.index("{") :])
@@ -179,12 +174,10 @@ def run(options: DiskOptions) -> dict[str, Any]:
         bench = DiskBench(options, Path(name))
         setting = _setting(options, bench)
         print(f"offload, disk: {setting}", file=sys.stderr, flush=True)
-        ways: dict[str, Callable[[], float]] = {"store": bench.store, "stand-in": bench.stand_in}
-        if shutil.which("fio"):
-            ways["fio"] = bench.fio
-        rates = _rates(bench, ways, options.repeats)
+        rates = _rates(bench, _ways(bench), options.repeats)
     reference = "fio" if "fio" in rates else "stand-in"
-    rows = [_row(way, found, rates[reference]) for way, found in rates.items()]
+    in_order = rates.get(f"fio{_IN_ORDER}", rates[reference])
+    rows = [_row(way, found, in_order if way.endswith(_IN_ORDER) else rates[reference]) for way, found in rates.items()]
     print_table(
         f"reading {bench.num_bytes / 1e9:.1f} GB in records of {bench.slot_bytes:,} bytes",
         rows,
@@ -193,6 +186,18 @@ def run(options: DiskOptions) -> dict[str, Any]:
     result = {**setting, "reference": reference, "rows": rows}
     print(json.dumps(result), flush=True)
     return result
+
+
+def _ways(bench: DiskBench) -> dict[str, Callable[[], float]]:
+    ways: dict[str, Callable[[], float]] = {
+        "store": bench.store,
+        f"store{_IN_ORDER}": lambda: bench.store(in_order=True),
+        "stand-in": bench.stand_in,
+    }
+    if shutil.which("fio"):
+        ways["fio"] = bench.fio
+        ways[f"fio{_IN_ORDER}"] = lambda: bench.fio(in_order=True)
+    return ways
 
 
 def _rates(bench: DiskBench, ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:

@@ -22,9 +22,11 @@ def test_a_run_ends_in_one_json_line_and_leaves_nothing(tmp_path, capsys, monkey
     result = run(DiskOptions(tmp_path / "disk", record_bytes=50_000, total_bytes=3_000_000, repeats=2))
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     ways = [row["way"] for row in result["rows"]]
-    assert ways == (["store", "stand-in", "fio"] if with_fio else ["store", "stand-in"])
-    assert result["reference"] == ways[-1]
-    assert result["rows"][-1]["share"] == 1.0
+    of_store, of_fio = ["store", "store, in order", "stand-in"], ["fio", "fio, in order"]
+    assert ways == of_store + of_fio * with_fio
+    assert result["reference"] == ("fio" if with_fio else "stand-in")
+    shares = {row["way"]: row["share"] for row in result["rows"]}
+    assert all(shares[way] == 1.0 for way in (of_fio if with_fio else ["stand-in"]))
     assert all(0 < row["min_mb_s"] <= row["median_mb_s"] <= row["max_mb_s"] for row in result["rows"])
     assert not list((tmp_path / "disk").iterdir())
 
@@ -44,6 +46,7 @@ def test_every_record_lies_whole_where_all_ways_look_for_it(tmp_path):
     assert bench.num_bytes == len(found) * slot_bytes
     bench.forget()
     assert bench.store() > 0
+    assert bench.store(in_order=True) > 0
     assert bench.stand_in() > 0
 
 
