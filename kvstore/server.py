@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from kvstore.credentials import read_secret
 from kvstore.keys import MAX_KEYS_PER_CALL, InvalidCallError, KVKey, StoreError, checked_keys
 from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
 from kvstore.record import HEADER_BYTES
@@ -231,11 +232,12 @@ def _digest(token: str) -> bytes:
 
 
 def _credentials(config: ListenConfig) -> grpc.ServerCredentials:
+    """Raises StoreError for files that cannot be read, and for a key that others can read."""
     assert config.ssl_keyfile is not None
     assert config.ssl_certfile is not None
     assert config.ssl_ca_certs is not None
     try:
-        pair = (config.ssl_keyfile.read_bytes(), config.ssl_certfile.read_bytes())
+        pair = (read_secret(config.ssl_keyfile), config.ssl_certfile.read_bytes())
         roots = config.ssl_ca_certs.read_bytes()
     except OSError as error:
         raise StoreError(f"{error.filename} cannot be read: {error.strerror}") from None

@@ -61,7 +61,7 @@ class ListenConfig:
     host: str = "127.0.0.1"
     port: int = 0  # 0 picks a free one
     token: str | None = None  # wanted in `authorization: Bearer TOKEN`
-    ssl_keyfile: Path | None = None  # PEM; with the two below: mTLS
+    ssl_keyfile: Path | None = None  # PEM, readable by its owner only; with the two below: mTLS
     ssl_certfile: Path | None = None
     ssl_ca_certs: Path | None = None  # clients must have a certificate from one of these
 

@@ -78,20 +78,37 @@ async def test_with_a_token_every_method_wants_it(serve, metadata, status):
         assert set(found.values()) == {status}
 
 
-async def test_with_certificates_every_client_needs_one(serve, tmp_path):
-    authority = trustme.CA()
-    mine, clients = authority.issue_cert("localhost"), authority.issue_cert("client")
-    key, chain, roots = (tmp_path / name for name in ("key.pem", "chain.pem", "roots.pem"))
+def tls_files(authority: trustme.CA, folder: Path) -> dict[str, Path]:
+    mine = authority.issue_cert("localhost")
+    key, chain, roots = (folder / name for name in ("key.pem", "chain.pem", "roots.pem"))
     mine.private_key_pem.write_to_path(str(key))
+    key.chmod(0o600)
     mine.cert_chain_pems[0].write_to_path(str(chain))
     authority.cert_pem.write_to_path(str(roots))
-    address = await serve(ssl_keyfile=key, ssl_certfile=chain, ssl_ca_certs=roots)
+    return {"ssl_keyfile": key, "ssl_certfile": chain, "ssl_ca_certs": roots}
+
+
+async def test_with_certificates_every_client_needs_one(serve, tmp_path):
+    authority = trustme.CA()
+    clients = authority.issue_cert("client")
+    files = tls_files(authority, tmp_path)
+    roots = files["ssl_ca_certs"]
+    address = await serve(**files)
     port = address.rpartition(":")[2]
     pair = (clients.private_key_pem.bytes(), clients.cert_chain_pems[0].bytes())
     for given, status in (((None, None), "UNAVAILABLE"), (pair, "OK")):
         credentials = grpc.ssl_channel_credentials(roots.read_bytes(), *given)
         async with grpc.aio.secure_channel(f"localhost:{port}", credentials) as channel:
             assert (await codes(channel))["Stats"] == status
+
+
+async def test_a_tls_key_that_others_can_read_is_refused(serve, tmp_path):
+    files = tls_files(trustme.CA(), tmp_path)
+    files["ssl_keyfile"].chmod(0o640)
+    with pytest.raises(StoreError, match=r"key\.pem holds a secret and must be .* chmod 600"):
+        await serve(**files)
+    files["ssl_keyfile"].chmod(0o600)
+    assert await serve(**files)
 
 
 @pytest.mark.parametrize(
