@@ -55,6 +55,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def engine(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE))
     threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield EngineConfig(
         tmp_path, device="cpu", load_format="dummy", max_num_batched_tokens=256, max_num_seqs=200, num_threads=1
     )
@@ -213,7 +214,7 @@ def test_tables_show_gain_spread_power_and_what_is_missing():
 
 def test_steady_iterations_end_in_one_json_line_a_plot_and_traces(engine, tmp_path, capsys):
     operators = layer_operators(ModelSpec.from_folder(engine.model))
-    loads = (Load(24, 0), Load(24, 24))
+    loads = (Load(60, 0), Load(60, 4))
     steady = SteadyOptions((2,), (64,), QUICK, QUICK)
     options = Options(loads, steady, num_repeats=3, plot=tmp_path / "bars.png", traces=tmp_path / "traces")
     result = run(engine, options)
@@ -225,7 +226,7 @@ def test_steady_iterations_end_in_one_json_line_a_plot_and_traces(engine, tmp_pa
     ]
     assert all(len(row["tokens_per_s"]) == 3 for load in result["loads"] for row in load["modes"])
     assert (tmp_path / "bars.png").read_bytes().startswith(PNG)
-    trace = LayerTrace.from_file(tmp_path / "traces" / "24-24-overlap.json")
+    trace = LayerTrace.from_file(tmp_path / "traces" / "60-4-overlap.json")
     assert {operation.operator for operation in trace.operations} == {operator.name for operator in operators}
     assert {operation.layer for operation in trace.operations} == {-1, 0, 1}
     assert sum(operation.helps for operation in trace.operations) == 3
