@@ -24,12 +24,13 @@ from worker.device_batch import MAX_RANGES, RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError
 from worker.folded_norms import is_folded
-from worker.kernel_set import KernelSet, ReferenceKernels, TritonKernels
+from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
 from worker.page_copy_cuda import take_staging
 from worker.schedule_choice import ScheduleChoice
 from worker.sharding import shard
+from worker.triton_kernels import TritonKernels
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
 
 log = logging.getLogger(__name__)

@@ -283,7 +283,7 @@ class CudaModel:
         part = slice(rows.start, rows.stop)
         residual, normed, squares = self._residual[part], self._normed[part], self._squares[:, part]
         weight, bias = self._layer(layer, name), self._bias(layer, f"{name}_bias")
-        self._kernels.add(x[part], weight, bias, residual, gain, normed, squares, rows.how)
+        self._kernels.add(x[part], weight, bias, residual, gain, normed, squares, how=rows.how)
 
     def _attn_norm(self, layer: int, rows: _Rows) -> None:
         if layer and rows.how.kernel == NO_PASS:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autosearch.operators import Operator, Resource
-from worker.kernel_set import DECODE_VARIANTS
 from worker.kernels.decode_attention_cuda import VARIANTS as CUDA_VARIANTS
 from worker.streams import GROUP_SMS, WHOLE, Place
+from worker.triton_kernels import DECODE_VARIANTS
 
 _LINEAR = ("", "128x128")
 # Variants by name as in worker.kernel_set; operators that are not listed have one.

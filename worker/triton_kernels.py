@@ -1,0 +1,175 @@
+"""The kernels of a GPU: Triton's, CUDA's own where they win, and cuBLAS.
+
+Which of several runs an operation is decided by what was measured, here and in `worker.gemm_choice`, or by a
+schedule. Knows nothing of models or plans.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from worker.kernel_set import ANY_WAY, How, Norm
+
+# Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`) are
+# ahead with few rows, where a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and
+# cuda-bindings Triton's first takes their place.
+DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
+FEW_ROWS = 256
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # nor the package that it would be in
+        return False
+
+
+class TritonKernels:
+    """Triton and cuBLAS on one GPU."""
+
+    def __init__(self, device: torch.device, num_kv_heads: int, group: int, head_dim: int, max_partials: int) -> None:
+        from worker import gemm_choice
+        from worker.kernels import (
+            decode_attention,
+            decode_attention_cuda,
+            elementwise,
+            gemm,
+            prefill_attention,
+            sampling,
+            skinny_gemm,
+        )
+
+        self._decode_cuda, self._has_cuda = decode_attention_cuda, _is_there("cupy") and _is_there("cuda.bindings")
+
+        self._decode, self._prefill = decode_attention, prefill_attention
+        self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
+        self._skinny, self._skinny_workspace = skinny_gemm, skinny_gemm.SkinnyWorkspace(device)
+        self._choice, self.gemm_choice = gemm_choice, gemm_choice.GemmChoice()
+        self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._workspace = decode_attention.DecodeWorkspace(max_partials, num_kv_heads, group, head_dim, device)
+
+    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
+        self._elementwise.embed(tokens, last, table, out)
+
+    def norm(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+    ) -> None:
+        self._elementwise.add_rms_norm(residual, delta, weight, out, eps)
+
+    def gather_norm(self, *args: Any) -> None:
+        self._elementwise.gather_add_rms_norm(*args)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out: torch.Tensor,
+        how: How = ANY_WAY,
+        norm: Norm | None = None,
+    ) -> None:
+        if norm or (how != ANY_WAY and w.shape[0] % 8 == 0):
+            sms, tile = how.sms or self._sms, self._tile(how)
+            squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
+            self._gemm.linear(x, w, out, sms=sms, bias=bias, squares=squares, eps=eps, tile=tile)
+            return
+
+        def cublas() -> None:
+            if bias is None:
+                torch.mm(x, w.t(), out=out)
+            else:
+                torch.addmm(bias, x, w.t(), out=out)
+
+        rows, columns = x.shape[0], w.shape[0]
+        if self._choice.is_skinny(rows, w.shape[1]):
+            tile = self._choice.skinny_tile(columns, w.shape[1])
+            self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, bias=bias)
+        elif rows < self._choice.MEASURED_ROWS or columns % 8:  # TMA wants rows of whole 16 bytes
+            cublas()
+        else:
+            persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, bias=bias)
+            self.gemm_choice.run((rows, columns, w.shape[1], 0), (cublas, persistent))
+
+    def gated(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        both: torch.Tensor,
+        out: torch.Tensor,
+        block: int,
+        how: How = ANY_WAY,
+        norm: Norm | None = None,
+    ) -> None:
+        if norm and block != self._gemm.GATE_BLOCK:
+            self.linear(x, w, None, both, how, norm)
+            self._elementwise.silu_mul(both, out, block)
+            return
+        if norm or (how != ANY_WAY and block == self._gemm.GATE_BLOCK):
+            squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
+            self._gemm.linear(x, w, out, sms=how.sms or self._sms, silu_mul=True, squares=squares, eps=eps)
+            return
+
+        def cublas() -> None:
+            torch.mm(x, w.t(), out=both)
+            self._elementwise.silu_mul(both, out, block)
+
+        rows, (columns, depth) = x.shape[0], w.shape
+        if self._choice.is_skinny(rows, depth) and block % 64 == 0:
+            tile = self._choice.skinny_tile(columns // 2, depth)
+            self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
+        elif rows <= 64 and block == self._gemm.GATE_BLOCK:
+            self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True, tile=self._gemm.LOW_TILE)
+        elif rows < self._choice.MEASURED_ROWS or block != self._gemm.GATE_BLOCK:
+            cublas()
+        else:
+            persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
+            self.gemm_choice.run((rows, columns, depth, 1), (cublas, persistent))
+
+    def add(self, *args: Any, how: How = ANY_WAY) -> None:
+        x, w, bias, residual, gain, scaled, squares = args
+        self._gemm.linear_add(x, w, residual, gain, scaled, squares, sms=how.sms or self._sms, bias=bias)
+
+    def rope_append(self, *args: Any, num_heads: int) -> None:
+        self._elementwise.rope_append(*args, num_heads=num_heads)
+
+    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
+        q, k, v, table, units, span, out = args
+        sms, variant = how.sms or self._sms, how.kernel or ("cuda" if rows <= FEW_ROWS else "4x4")
+        _, _, page_size, head_dim = k.shape
+        cuda = self._decode_cuda.VARIANTS.get(variant) if self._has_cuda else None
+        if cuda and self._decode_cuda.fits(head_dim, group, page_size, k.dtype, cuda):
+            self._decode_cuda.decode_attention(
+                q, k, v, table, units, span, ticket, self._workspace, out, group=group, sms=sms, variant=cuda
+            )
+            return
+        per_sm, warps = DECODE_VARIANTS.get(variant, DECODE_VARIANTS["4x4"])
+        blocks = per_sm * sms
+        self._decode.decode_attention(
+            q, k, v, table, units, span, ticket, self._workspace, out, group=group, blocks=blocks, warps=warps
+        )
+
+    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
+        q, k, v, table, units, span, out = args
+        blocks = 3 * (how.sms or self._sms)
+        self._prefill.prefill_attention(q, k, v, table, units, span, ticket, out, group=group, blocks=blocks)
+
+    def _tile(self, how: How) -> Any:
+        return self._gemm.Tile(columns=128, stages=4) if how.kernel == "128x128" else self._gemm.Tile()
+
+    def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        tile = self._gemm.Tile(rows=128 if rows > 64 else 64, warps=8 if rows > 64 else 4)
+        tiles = -(-w.shape[0] // tile.columns)
+        best = torch.zeros(tiles, rows, dtype=torch.float32, device=x.device)
+        column = torch.zeros(tiles, rows, dtype=torch.int32, device=x.device)
+        self._gemm.linear_argmax(x, w, best, column, num_rows, sms=self._sms, tile=tile)
+        top = best.max(0).values
+        first = torch.where(best == top, column, 2**31 - 1).amin(0)
+        return torch.where(top.isfinite(), first, -1).int()
+
+    def sample(self, *args: Any) -> None:
+        self._sampling.sample(*args)
