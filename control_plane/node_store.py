@@ -40,6 +40,9 @@ class Host(Protocol):
     async def start(self) -> None:
         """Raises StartError."""
 
+    async def where(self) -> str:
+        """As StoreHost.where(). Never raises."""
+
     async def ended(self) -> str | None:
         """As StoreHost.ended(); also when the host itself is gone."""
 
@@ -69,6 +72,7 @@ class NodeStore:
         except BaseException:
             await host.stop()
             raise
+        logger.info("the KV store runs %s", await host.where())
         self._node, self._host = node, host
         self._watching = asyncio.create_task(self._watch(node))
 
@@ -110,11 +114,13 @@ class NodeStore:
 class RayHost:
     """A StoreHost as an actor on one node of the cluster; it ends with this server, however that ends."""
 
-    def __init__(self, node: str, socket: Path, flags: list[str], ready_timeout_s: float) -> None:
+    def __init__(
+        self, node: str, socket: Path, flags: list[str], ready_timeout_s: float, beside_gpu: bool = False
+    ) -> None:
         self._timeout_s = ready_timeout_s + 30.0  # for the actor itself
         self._actor = _StoreHostActor.options(
             num_cpus=0, max_restarts=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote(socket, flags, ready_timeout_s)
+        ).remote(socket, flags, ready_timeout_s, beside_gpu)
 
     async def start(self) -> None:
         """Raises StartError."""
@@ -124,6 +130,13 @@ class RayHost:
             raise StartError(f"the KV store did not start within {self._timeout_s:g} s") from None
         except RayError as error:
             raise StartError(_reason(error)) from None
+
+    async def where(self) -> str:
+        """Never raises."""
+        with suppress(RayError):
+            where: str = await _wait(self._actor.where.remote())
+            return where
+        return "nowhere any more"
 
     async def ended(self) -> str | None:
         try:
@@ -138,13 +151,13 @@ class RayHost:
         ray.kill(self._actor)
 
 
-def ray_store(config: OwnStoreConfig) -> NodeStore:
-    """A store as the options say, on whatever node of the cluster it is placed."""
+def ray_store(config: OwnStoreConfig, beside_gpu: bool) -> NodeStore:
+    """A store as the options say, on whatever node of the cluster it is placed; there beside the GPU, or anywhere."""
     assert config.kv_store_cpu_bytes is not None
     socket = Path(f"/tmp/nanoflow-{os.geteuid()}-{secrets.token_hex(4)}/kvstore.sock")
     ready_timeout_s = _READY_S + config.kv_store_cpu_bytes / _BYTES_PER_S
     flags = store_flags(config)
-    return NodeStore(lambda node: RayHost(node, socket, flags, ready_timeout_s), f"unix:{socket}")
+    return NodeStore(lambda node: RayHost(node, socket, flags, ready_timeout_s, beside_gpu), f"unix:{socket}")
 
 
 def store_flags(config: OwnStoreConfig) -> list[str]:

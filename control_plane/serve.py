@@ -16,7 +16,7 @@ from typing import Any
 
 from control_plane.cluster import InstanceConfig, RayInstance, start_instance
 from control_plane.config import EngineConfig, OwnStoreConfig, ServerConfig
-from control_plane.engine import check_device, model_info, scheduler_config, worker_config
+from control_plane.engine import check_device, device_of, model_info, scheduler_config, worker_config
 from control_plane.exit_watchdog import exit_within
 from control_plane.frontend import Frontend
 from control_plane.grpc_admin import ServerInfo
@@ -108,7 +108,7 @@ def store_of(engine: EngineConfig, own: OwnStoreConfig) -> NodeStore | None:
         raise ConfigError(
             "kv-store and kv-store-cpu-bytes are both given: use the store that runs, or have one started"
         )
-    return ray_store(own)
+    return ray_store(own, beside_gpu=device_of(engine) == "cuda")
 
 
 def instance_config(engine: EngineConfig, limits: Limits) -> InstanceConfig:

@@ -18,7 +18,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from control_plane.options import PREFIX
+from control_plane.store_affinity import Affinity, beside_gpus, started_on
 from kvstore.keys import StoreError
+from worker.numa import SYSFS
 
 log = logging.getLogger(__name__)
 
@@ -29,8 +31,20 @@ _ROOT = Path(__file__).resolve().parents[1]
 class StoreHost:
     """One store process at a time, always on the same socket."""
 
-    def __init__(self, socket: Path, flags: Sequence[str], ready_timeout_s: float) -> None:
-        """socket: in a folder of its own, which is removed at the end. flags: of `nanoflow kvstore`, no secrets."""
+    def __init__(
+        self,
+        socket: Path,
+        flags: Sequence[str],
+        ready_timeout_s: float,
+        beside_gpu: bool = False,
+        sysfs: Path = SYSFS,
+    ) -> None:
+        """socket: in a folder of its own, which is removed at the end. flags: of `nanoflow kvstore`, no secrets.
+
+        beside_gpu: run on the CPUs of the GPU's NUMA node, and so with its memory, where that is known.
+        """
+        self._beside_gpu = beside_gpu
+        self._sysfs = sysfs
         self._socket = socket
         self._command = [sys.executable, "-P", "-m", "control_plane.main", "kvstore", "--socket", str(socket), *flags]
         self._ready_timeout_s = ready_timeout_s
@@ -41,13 +55,7 @@ class StoreHost:
     def start(self) -> int:
         """Start it and wait until it takes calls; its process id. Raises StoreError with the reason if it does not."""
         self._end(0.0)
-        process = subprocess.Popen(
-            [*self._command, "--store-ends-with-stdin"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=_environment(),
-        )
+        process = started_on(self._affinity().cpus, self._start_process)
         self._process, self._last_words = process, ""
         self._listening = threading.Thread(target=self._listen, args=(process,), name="kvstore-log", daemon=True)
         self._listening.start()
@@ -60,6 +68,10 @@ class StoreHost:
             self._end(0.0)
             raise StoreError(f"the KV store did not start: {self._last_words or 'it gives no reason'}")
         return process.pid
+
+    def where(self) -> str:
+        """On which CPUs it runs and why, in words."""
+        return self._affinity().reason
 
     def ended(self) -> str | None:
         """How it ended, in words; None while it runs."""
@@ -75,6 +87,18 @@ class StoreHost:
         """End it for good. Idempotent."""
         self._end(STOP_TIMEOUT_S)
         shutil.rmtree(self._socket.parent, ignore_errors=True)
+
+    def _affinity(self) -> Affinity:
+        return beside_gpus(self._sysfs) if self._beside_gpu else Affinity(frozenset(), "on any CPU")
+
+    def _start_process(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self._command, "--store-ends-with-stdin"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=_environment(),
+        )
 
     def _end(self, patience_s: float) -> None:
         process, self._process = self._process, None

@@ -25,6 +25,9 @@ class FakeHost:
             raise StartError("no memory")
         self.state = "runs"
 
+    async def where(self) -> str:
+        return "on any CPU"
+
     async def ended(self) -> str | None:
         return None if self.state == "runs" else self.state
 

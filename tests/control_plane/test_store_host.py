@@ -39,6 +39,19 @@ def put_and_get(folder: Path) -> bool:
         client.close()
 
 
+def fake_sysfs(folder: Path, gpus: dict[str, int], cpus: dict[int, str]) -> Path:
+    """GPUs with their NUMA nodes, and those nodes' CPUs."""
+    for pci_id, node in gpus.items():
+        device = folder / "bus/pci/devices" / pci_id
+        device.mkdir(parents=True)
+        for name, value in (("vendor", "0x10de"), ("class", "0x030200"), ("numa_node", node)):
+            (device / name).write_text(f"{value}\n")
+    for node, listed in cpus.items():
+        (folder / f"devices/system/node/node{node}").mkdir(parents=True)
+        (folder / f"devices/system/node/node{node}/cpulist").write_text(f"{listed}\n")
+    return folder
+
+
 def until_gone(pid: int) -> bool:
     deadline = time.monotonic() + 20
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
@@ -83,6 +96,22 @@ def test_after_a_kill_it_says_so_and_can_be_started_again(tmp_path):
 def test_why_it_does_not_start_is_told(tmp_path, flags, reason):
     with host_in(tmp_path, *flags) as host, pytest.raises(StoreError, match=reason):
         host.start()
+
+
+def test_it_runs_beside_the_gpu_where_that_is_known(tmp_path):
+    mine = os.sched_getaffinity(0)
+    cpu = max(mine)
+    sysfs = fake_sysfs(tmp_path / "sys", {"0000:3b:00.0": 0}, {0: str(cpu)})
+    for beside_gpu, cpus, where in ((True, {cpu}, "NUMA node 0"), (False, mine, "any CPU")):
+        host = StoreHost(tmp_path / "own" / "kv.sock", SMALL, 60.0, beside_gpu, sysfs)
+        try:
+            process = psutil.Process(host.start())
+            assert set(process.cpu_affinity()) == cpus
+            assert where in host.where()
+            assert put_and_get(tmp_path)
+        finally:
+            host.stop()
+    assert os.sched_getaffinity(0) == mine
 
 
 def test_it_ends_with_a_parent_that_is_killed(tmp_path):
