@@ -1,8 +1,8 @@
 """What a device did during one layer: when each operation ran, what it had to do, and how busy that kept the card.
 
 Utilisation is an operation's known work over the time that it took, against the card's peaks: no profiler counters.
-Within an operation the rate is taken to be even, and an operation that another lane helped is taken to have been
-done by both at the same rate per SM. Knows nothing of how operations were timed.
+Within an operation the rate is taken to be even, from its begin to the end of all lanes that worked on it. Knows
+nothing of how operations were timed.
 """
 
 from __future__ import annotations
@@ -98,30 +98,30 @@ class LayerTrace:
         return trace
 
 
-def shares_of_work(operations: Sequence[TracedOperation]) -> list[float]:
-    """How much of its own work each operation did: by SMs and time, where one was helped; 1 with its helpers."""
+def work_spans(operations: Sequence[TracedOperation]) -> list[tuple[Cost, float, float]]:
+    """Each operation's work with its begin and end in microseconds; helpers count with what they help."""
 
     def same(operation: TracedOperation) -> tuple[int, str, int, int]:
         return (operation.layer, operation.operator, operation.start, operation.end)
 
-    totals: dict[tuple[int, str, int, int], float] = {}
-    for operation in operations:
-        totals[same(operation)] = totals.get(same(operation), 0.0) + operation.sm_share * operation.length_us
-    return [operation.sm_share * operation.length_us / totals[same(operation)] for operation in operations]
+    ends: dict[tuple[int, str, int, int], float] = {}
+    for each in operations:
+        ends[same(each)] = max(ends.get(same(each), 0.0), each.begin_us + each.length_us)
+    return [(each.cost, each.begin_us, ends[same(each)]) for each in operations if not each.helps]
 
 
 def measured_utilisation(trace: LayerTrace, num_bins: int) -> dict[Resource, list[float]]:
     """Mean use of each resource in equal parts of the layer; 1 is the card's peak, which short work can exceed."""
     width = trace.length_us / num_bins
     bins = {resource: [0.0] * num_bins for resource in Resource}
-    for operation, share in zip(trace.operations, shares_of_work(trace.operations)):
+    for cost, begin_us, end_us in work_spans(trace.operations):
         for resource, values in bins.items():
             peak = trace.peaks.of(resource)
             if peak <= 0:
                 continue
-            rate = share * operation.cost.of(resource) / (operation.length_us * 1e-6) / peak
+            rate = cost.of(resource) / ((end_us - begin_us) * 1e-6) / peak
             for position in range(num_bins):
                 low = trace.begin_us + position * width
-                overlap = min(operation.end_us, low + width) - max(operation.begin_us, low)
+                overlap = min(end_us, low + width) - max(begin_us, low)
                 values[position] += rate * max(0.0, overlap) / width
     return bins

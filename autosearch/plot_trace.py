@@ -58,7 +58,7 @@ def _chart(pyplot: Any, axis: Any, trace: LayerTrace, longest: float) -> None:
     axis.set_ylim(len(lanes) - 0.4, -0.6)
     drawn = dict.fromkeys(operation.operator for operation in shown)
     patches = [pyplot.Rectangle((0, 0), 1, 1, color=COLOURS.get(name, OTHER), label=name) for name in drawn]
-    axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.1), fontsize=7, frameon=False)
+    axis.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.0, 1.1), fontsize=7, frameon=False, ncols=2)
     title = f"{trace.name}: {trace.model}, {trace.batch_tokens} rows on {trace.gpu}, {trace.length_us:.0f} µs a layer"
     axis.set_title(title, fontsize=9, loc="left")
 

@@ -12,7 +12,7 @@ from autosearch.layer_trace import (
     TracedOperation,
     TraceError,
     measured_utilisation,
-    shares_of_work,
+    work_spans,
 )
 from autosearch.operator_costs import Cost
 from autosearch.operators import Resource
@@ -60,16 +60,16 @@ def test_what_runs_at_once_adds_up_and_neighbouring_layers_count_where_they_reac
     assert use[Resource.MEMORY] == pytest.approx([0, 0] + [0.8] * 6 + [0, 0])
 
 
-def test_work_is_shared_with_helpers_by_sms_and_time():
+def test_a_helper_counts_with_what_it_helps():
     work = Cost(0, 120e6)
     operations = (
-        operation("decode_attention", 0, 60, work, lane=1, share=0.25),
+        operation("decode_attention", 0, 50, work, lane=1, share=0.25),
         operation("decode_attention", 40, 60, work, share=0.75, helps=True),
         operation("o", 0, 40, Cost(1e9), share=0.75),
     )
-    assert shares_of_work(operations) == pytest.approx([0.5, 0.5, 1.0])
+    assert work_spans(operations) == [(work, 0, 60), (Cost(1e9), 0, 40)]
     use = measured_utilisation(trace(*operations), 10)[Resource.MEMORY]
-    assert use == pytest.approx([0.2] * 4 + [0.8] * 2 + [0.0] * 4)
+    assert use == pytest.approx([0.4] * 6 + [0.0] * 4)
 
 
 @given(
