@@ -61,14 +61,22 @@ def ablation(
 
 
 def plot(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Traces of `nanoflow bench ablation`.")],
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Traces of `nanoflow bench ablation`, or its JSON line.")
+    ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The PNG to write.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Draw what a layer kept busy: SMs, memory and network over its time, as measured."""
+    """Draw what a layer kept busy, as measured: SMs, memory and network over its time. Or the ablation's bars."""
     from autosearch.layer_trace import LayerTrace
     from autosearch.plot_trace import mean_use, save_traces
+    from control_plane.bench.ablation_plot import read_result, save_bars
 
+    result = read_result(files[0]) if len(files) == 1 else None
+    if result is not None:
+        save_bars(result[0], out, result[1])
+        print(json.dumps({"png": str(out)}) if as_json else f"plot in {out}")
+        return
     traces = [LayerTrace.from_file(file) for file in files]
     save_traces(traces, out)
     use = [{"schedule": trace.name, "layer_us": round(trace.length_us, 1), **mean_use(trace)} for trace in traces]

@@ -24,7 +24,7 @@ from autosearch.pipeline import PipelineSchedule
 from autosearch.specs import ModelSpec
 from control_plane.bench import ablation_runs
 from control_plane.bench.ablation_plan import Load
-from control_plane.bench.ablation_plot import save_bars
+from control_plane.bench.ablation_plot import save_bars, title_of
 from control_plane.bench.ablation_steady import Ablation, MeteredBench, SteadyOptions
 from control_plane.bench.ablation_table import LoadResult, table
 from control_plane.bench.ablation_traces import Tracer
@@ -82,10 +82,9 @@ def run(engine: EngineConfig, options: Options, opened: OpenExecutor = open_exec
         "seconds": round(time.perf_counter() - began, 1),
         "loads": [result.to_json() for result in results],
     }
-    if options.plot is not None:
-        kind = f"{found['of']}, {found['model']}, {found['device']}"
-        save_bars(results, options.plot, kind)
     print(json.dumps(found), flush=True)
+    if options.plot is not None:
+        save_bars(results, options.plot, title_of(found))
     return found
 
 

@@ -5,7 +5,8 @@ Knows nothing of how the figures came about.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,26 @@ def _lines(axis: Any, results: Sequence[LoadResult], sweeps: Sequence[Sequence[R
     axis.tick_params(labelsize=8)
     if ticks:
         axis.legend(frameon=False, fontsize=8)
+
+
+def title_of(found: Mapping[str, Any]) -> str:
+    """What a result's figures are of."""
+    return f"{found['of']}, {found['model']}, {found['device']}"
+
+
+def read_result(path: Path) -> tuple[list[LoadResult], str] | None:
+    """The loads and the title of a file whose last line is a result of the ablation; None for another file."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found = json.loads(lines[-1]) if lines else None
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or found.get("benchmark") != "ablation":
+        return None
+    try:
+        return [LoadResult.from_json(load) for load in found["loads"]], title_of(found)
+    except (KeyError, TypeError, IndexError):
+        raise ConfigError(f"{path}: some fields of the ablation's result are missing") from None
 
 
 def check_writable(path: Path) -> None:

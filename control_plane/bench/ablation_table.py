@@ -62,6 +62,12 @@ class LoadResult:
             "notes": list(self.notes),
         }
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> LoadResult:
+        """What to_json() gave. Raises KeyError or TypeError for something else."""
+        modes, counts, shares = (tuple(map(_read, fields[name])) for name in ("modes", "nano_batches", "shares"))
+        return cls(fields["load"], fields["batch"], modes, counts, shares, tuple(fields["notes"]))
+
     def _row(self, row: Row, baseline: Row) -> dict[str, Any]:
         return {
             "name": row.name,
@@ -73,6 +79,11 @@ class LoadResult:
             "sm_mhz": _rounded(row.sm_mhz, 0),
             "joules_per_token": _rounded(row.joules_per_token, 7),
         }
+
+
+def _read(fields: dict[str, Any]) -> Row:
+    power = (fields[name] for name in ("watts", "sm_mhz", "joules_per_token"))
+    return Row(fields["name"], fields["schedule"], tuple(fields["tokens_per_s"]), *power)
 
 
 def table(result: LoadResult) -> list[str]:

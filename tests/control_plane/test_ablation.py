@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from autosearch.catalog import find_model
 from autosearch.decode_beside import decode_beside
-from autosearch.layer_trace import LayerTrace
+from autosearch.layer_trace import LayerTrace, TraceError
 from autosearch.operators import layer_operators
 from autosearch.pipeline import Figures, sequential
 from autosearch.specs import ModelSpec
+from control_plane.ablation_command import plot
 from control_plane.bench.ablation import Options, run
 from control_plane.bench.ablation_plan import (
     Load,
@@ -266,3 +267,22 @@ def test_what_cannot_be_measured_is_refused(engine):
     with pytest.raises(ConfigError, match="multiples of 8"):
         run(engine, Options((Load(24, 24),), SteadyOptions(attention_sms=(33,))))
     assert worker_config(engine).device == "cpu"
+
+
+def test_plot_draws_a_result_and_says_what_other_files_are_not(tmp_path, capsys):
+    rows = (Row("non-overlap", "s", (3.0, 2.0), 690.0, 1545.0, 0.1), Row("overlap", "o", (4.0, 3.5)))
+    swept = tuple(replace(row, name=name) for row, name in zip(rows, "12"))
+    result = LoadResult("512/512", "2 rows", rows, swept, swept, ("a note",))
+    assert LoadResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    line = {"benchmark": "ablation", "of": "steady iterations", "model": "m", "device": "d"}
+    file = tmp_path / "result.json"
+    file.write_text("a line before\n" + json.dumps(line | {"loads": [result.to_json()]}) + "\n")
+    plot([file], tmp_path / "bars.png", as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"png": str(tmp_path / "bars.png")}
+    assert (tmp_path / "bars.png").read_bytes().startswith(PNG)
+    file.write_text(json.dumps(line | {"loads": [{}]}))
+    with pytest.raises(ConfigError, match=r"result\.json"):
+        plot([file], tmp_path / "bars.png")
+    file.write_text("{}")
+    with pytest.raises(TraceError, match="no trace of a layer"):
+        plot([file], tmp_path / "bars.png")
