@@ -53,6 +53,8 @@ COUNTERS = {
     "kv_store_cpu_hits": "Prompt tokens loaded from the KV store's memory.",
     "kv_store_ssd_hits": "Prompt tokens loaded from the KV store's SSD.",
     "kv_store_faults": "Calls of the scheduler that the KV store did not answer in time, or wrongly.",
+    "kv_store_rank_faults": "Calls of the ranks that the KV store did not answer in time, or wrongly.",
+    "kv_store_rank_trips": "Times that a rank stopped asking the KV store for a while, after faults in a row.",
     "kv_store_pages_loaded": "KV pages that came from the KV store.",
     "kv_store_pages_load_failed": "KV pages that did not come although the KV store had them, and were computed.",
     "kv_store_pages_skipped": "KV pages that were computed although the KV store had them: loading costs more.",

@@ -224,6 +224,8 @@ def _count_step(metrics: InstanceMetrics, stats: StepStats) -> None:
     metrics.inc("kv_store_cpu_hits", stats.cpu_hits)
     metrics.inc("kv_store_ssd_hits", stats.ssd_hits)
     metrics.inc("kv_store_faults", stats.moves.num_faults)
+    metrics.inc("kv_store_rank_faults", stats.moves.num_rank_faults)
+    metrics.inc("kv_store_rank_trips", stats.moves.num_rank_trips)
     metrics.inc("kv_store_pages_loaded", stats.moves.num_loaded)
     metrics.inc("kv_store_pages_load_failed", stats.moves.num_load_failed)
     metrics.inc("kv_store_pages_skipped", stats.moves.num_skipped)

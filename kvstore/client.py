@@ -98,6 +98,11 @@ class KVClient:
         return sum(self.counters[name] for name in ("timeouts", "unavailable", "errors", "garbage"))
 
     @property
+    def num_trips(self) -> int:
+        """Times so far that calls began to be refused for a while."""
+        return self.breaker.times_opened
+
+    @property
     def is_off(self) -> bool:
         """Whether calls are refused for a while, after faults in a row."""
         return self.breaker.is_open

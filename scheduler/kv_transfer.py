@@ -165,8 +165,11 @@ class KVTransfer:
     def finish(self, results: Iterable[KVMoveResult]) -> MoveCounts:
         """Take in what has ended. Raises ExecutorError for a result that belongs to no move on the way."""
         num_done, num_failed = Counter[MoveKind](), Counter[MoveKind]()
+        num_rank_faults = num_rank_trips = 0
         for result in results:
             move = self._moves.take(result)
+            num_rank_faults += result.num_faults
+            num_rank_trips += result.num_trips
             num_done[move.kind] += result.num_pages
             num_failed[move.kind] += len(move.page_ids) - result.num_pages
             if move.kind is MoveKind.LOAD:
@@ -189,6 +192,8 @@ class KVTransfer:
             num_skipped=self._told.num_skipped - told.num_skipped,
             num_requests_moved=self._told.num_requests_moved - told.num_requests_moved,
             num_faults=self._told.num_faults - told.num_faults,
+            num_rank_faults=num_rank_faults,
+            num_rank_trips=num_rank_trips,
         )
 
     def _end_load(self, move: KVMove, result: KVMoveResult) -> None:

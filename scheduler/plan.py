@@ -98,6 +98,8 @@ class KVMoveResult:
     number: int  # KVMove.number
     num_pages: int  # leading pages that all ranks have copied, in [0, pages of the move]
     run_s: float = 0.0  # seconds that it took the slowest rank, waits for the store included, its turn not; 0: unknown
+    num_faults: int = 0  # calls of the ranks that the store did not answer in time, or wrongly, since the move before
+    num_trips: int = 0  # times since then that a rank stopped asking the store for a while, after faults in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +194,8 @@ class MoveCounts:
     num_skipped: int = 0  # in the store, and computed all the same: to load them costs more
     num_requests_moved: int = 0  # preempted requests whose pages the store keeps until they come back
     num_faults: int = 0  # calls of the scheduler's own that the store did not answer, or wrongly
+    num_rank_faults: int = 0  # calls of the ranks
+    num_rank_trips: int = 0  # times that a rank stopped asking the store for a while, after faults in a row
 
 
 @dataclass(frozen=True, slots=True)

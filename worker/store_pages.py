@@ -37,6 +37,12 @@ LEASE_PAGES = 16  # that a load asks for at once, or as many as all slots hold: 
 class Store(Protocol):
     """What is needed of kvstore.client.KVClient."""
 
+    @property
+    def num_faults(self) -> int: ...
+
+    @property
+    def num_trips(self) -> int: ...
+
     def acquire(self, keys: Sequence[KVKey], wait_s: float = 0.0) -> ReadLease | None: ...
 
     def reserve(self, keys: Sequence[KVKey], payload_bytes: int) -> WriteLease | None: ...
@@ -59,6 +65,7 @@ class PageMover:
         self._loads, self._saves = loads, saves
         self._identity, self._store = identity, store
         self._ended: list[KVMoveResult] = []
+        self._told = (0, 0)  # of the store's faults and trips
         self._news = threading.Condition()
         self._threads = {kind: ThreadPoolExecutor(1, f"kv-{kind}", initializer=prepare_thread) for kind in MoveKind}
         self._asking = ThreadPoolExecutor(1, "kv-asking")
@@ -95,7 +102,10 @@ class PageMover:
         except Exception:
             log.exception("move %d failed", move.number)
         with self._news:
-            self._ended.append(KVMoveResult(move.number, num_pages, time.monotonic() - began_s))
+            before, self._told = self._told, (self._store.num_faults, self._store.num_trips)
+            num_faults, num_trips = (now - told for now, told in zip(self._told, before))
+            run_s = time.monotonic() - began_s
+            self._ended.append(KVMoveResult(move.number, num_pages, run_s, num_faults, num_trips))
             self._news.notify()
         for lease in leases:  # only now: a request may wait for the result
             lease.release()

@@ -150,7 +150,7 @@ def test_a_step_that_only_moves_pages_says_nothing_of_fill_and_hits_are_told_by_
 
 def test_what_becomes_of_pages_and_of_preempted_requests_is_counted(metrics):
     metrics.attached("i", capacity())
-    counts = MoveCounts(1, 2, 3, 4, 5, 6, 7, 8)
+    counts = MoveCounts(1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
     metrics.batch("i", replace(BATCH, stats=replace(STATS, moves=counts)))
     metrics.batch("i", replace(BATCH, stats=replace(STATS, moves=counts)))
     names = ("loaded", "load_failed", "stored", "store_failed", "dropped", "skipped")
@@ -158,6 +158,8 @@ def test_what_becomes_of_pages_and_of_preempted_requests_is_counted(metrics):
     assert values == [2, 4, 6, 8, 10, 12]
     assert metric_value(metrics, "nanoflow_num_preemptions_moved_total", instance="i") == 14
     assert metric_value(metrics, "nanoflow_kv_store_faults_total", instance="i") == 16
+    assert metric_value(metrics, "nanoflow_kv_store_rank_faults_total", instance="i") == 18
+    assert metric_value(metrics, "nanoflow_kv_store_rank_trips_total", instance="i") == 20
     assert metric_value(metrics, "nanoflow_kv_store_breaker_open", instance="i") == 0
     metrics.batch("i", replace(BATCH, load=replace(BATCH.load, store_is_off=True)))
     assert metric_value(metrics, "nanoflow_kv_store_breaker_open", instance="i") == 1

@@ -25,6 +25,7 @@ class FakeStore:
     answer_delay: int | None = 0  # calls of take_answers() before an answer comes; None: it never does
     num_lies: int = 0  # pages that an answer promises beyond those that are there
     num_faults: int = 0
+    num_rank_faults: int = 0  # told with the next move that ends
     is_off: bool = False
     asked: dict[int, tuple[bytes, ...]] = field(default_factory=dict)  # by ticket, all that ever were
     released: set[int] = field(default_factory=set)
@@ -110,7 +111,8 @@ class FakeMover:
             if copy.steps_left is not None:
                 if not copy.steps_left:
                     run_s = self.page_s * len(copy.move.page_ids)
-                    results.append(KVMoveResult(number, self._copy(copy), run_s))
+                    results.append(KVMoveResult(number, self._copy(copy), run_s, self.store.num_rank_faults))
+                    self.store.num_rank_faults = 0
                     del self.copies[number]
                 else:
                     copy.steps_left -= 1

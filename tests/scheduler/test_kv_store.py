@@ -579,6 +579,9 @@ def test_faults_and_a_store_that_is_off_are_told() -> None:
     store_of(driver).num_faults, store_of(driver).is_off = 3, True
     run_one(driver, "b", make_prompt(17))
     assert driver.count_moves().num_faults == 3
+    store_of(driver).num_rank_faults = 2
+    run_one(driver, "c", make_prompt(29, first=1))
+    assert driver.count_moves().num_rank_faults == 2
     assert driver.scheduler.load().store_is_off
 
 

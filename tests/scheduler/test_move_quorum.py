@@ -16,6 +16,13 @@ def test_a_move_has_ended_when_every_rank_says_so_and_the_fewest_pages_and_the_s
     assert quorum.take([[], [KVMoveResult(1, 2)]]) == (KVMoveResult(1, 2),)
 
 
+def test_faults_of_all_ranks_count():
+    quorum = MoveQuorum(2)
+    assert quorum.take([[KVMoveResult(0, 5, 0.3, 2, 0)], [KVMoveResult(0, 5, 0.3, 1, 1)]])[0] == KVMoveResult(
+        0, 5, 0.3, num_faults=3, num_trips=1
+    )
+
+
 @given(st.data(), st.integers(1, 4), st.integers(1, 8))
 def test_each_move_ends_once_in_whatever_order_the_ranks_report(data, num_ranks, num_moves):
     moves = list(range(num_moves))

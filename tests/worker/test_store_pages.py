@@ -120,6 +120,7 @@ class NoClose:
 
     def __init__(self, store) -> None:
         self.acquire, self.reserve = store.acquire, store.reserve
+        self.num_faults = self.num_trips = 0
 
     def close(self) -> None:
         pass
@@ -366,3 +367,16 @@ def test_records_are_pages_of_all_layers_one_after_the_other(layout, pages, padd
     assert (records[:, size:] == 7).all()
     page_copy.scatter(copy.layers, pages, records)
     assert [page_bytes(copy, page) for page in pages] == [page_bytes(cache, page) for page in pages]
+
+
+def test_faults_of_the_store_are_told_with_the_next_move_that_ends():
+    cache, store = random_cache(KVCacheShape(1, NUM_PAGES, 2, 2, 4), torch.float32, 0), LocalStore()
+    with mover_of(cache, store, "cpu") as mover:
+        mover._store.num_faults, mover._store.num_trips = 3, 1
+        told = []
+        for number in range(2):
+            mover.start([KVMove(number, MoveKind.STORE, (number,), tuple(digests_of([number])))])
+            told += [(result.num_faults, result.num_trips) for result in mover.take_ended(10.0)]
+            mover._store.num_faults += number
+    assert told == [(3, 1), (0, 0)]
+    store.close()
