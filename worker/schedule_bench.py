@@ -24,7 +24,8 @@ from worker.power_meter import watts_between
 from worker.steady_batch import SteadyBatch, pack_steady
 from worker.tuner import Reading
 
-_PER_ROUND = 2  # iterations that are queued at once; the next ones are queued while they run
+# Iterations that are queued at once, the next ones while they run: to start with, and where they are short.
+_PER_ROUND, _MOST_PER_ROUND = 2, 64
 _POLL_S = 0.002  # between two looks at the energy counter
 
 
@@ -102,18 +103,21 @@ class ScheduleBench:
         begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         begin.record()
         ends: list[torch.cuda.Event] = []
-        start = time.perf_counter()
+        count, round_size, start = 0, _PER_ROUND, time.perf_counter()
         while len(ends) < 2 or time.perf_counter() - start < seconds:
-            for _ in range(_PER_ROUND):
+            for _ in range(round_size):
                 self._model.run(key)
+            count += round_size
             end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             end.record()
             ends.append(end)
+            if len(ends) > 1 and ends[-2].query():  # type: ignore[no-untyped-call]
+                round_size = min(2 * round_size, _MOST_PER_ROUND)  # the device may have waited for the host
             while len(ends) > 1 and not ends[-2].query():  # type: ignore[no-untyped-call]
                 energy.look()
                 time.sleep(_POLL_S)
         ends[-1].synchronize()
-        ms = begin.elapsed_time(ends[-1]) / (_PER_ROUND * len(ends))
+        ms = begin.elapsed_time(ends[-1]) / count
         return Reading(ms, energy.watts() * ms / 1e3)
 
 

@@ -88,13 +88,16 @@ def gemm_rate(spec: ModelSpec, dtype: torch.dtype, rows: int = 2048, seconds: fl
 
 
 def memory_rate() -> float:
-    """Bytes per second of the current card's memory by its clock and width, as on its data sheet."""
+    """Bytes per second of the current card's memory by its clock and width; 0 where the driver does not tell."""
     import pynvml
 
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    hertz = 1e6 * pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-    return float(2 * hertz * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8)  # two transfers a clock
+    try:
+        hertz = 1e6 * pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)
+        return float(2 * hertz * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8)  # two transfers a clock
+    except (pynvml.NVMLError, AttributeError):
+        return 0.0
 
 
 def parameters(spec: ModelSpec) -> int:
