@@ -287,7 +287,9 @@ class KVStoreOptions:
     store_token_file: Path | None = option(
         "File with that token; closed to others (0600).", default=None, unset="no token needed on a socket"
     )
-    store_ssl_keyfile: Path | None = option("Private key for mTLS (PEM).", default=None, unset="no mTLS")
+    store_ssl_keyfile: Path | None = option(
+        "Private key for mTLS (PEM); closed to others (0600).", default=None, unset="no mTLS"
+    )
     store_ssl_certfile: Path | None = option("Certificate chain for mTLS (PEM).", default=None, unset="no mTLS")
     store_ssl_ca_certs: Path | None = option("CA of client certificates (PEM).", default=None, unset="no mTLS")
     store_ends_with_stdin: bool = option(
