@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+import xxhash
 
 from autosearch.specs import ModelSpec
 from kvstore.keys import KVKey, checked_key
@@ -19,7 +24,7 @@ from worker.kv_cache import KVCacheShape
 from worker.sharding import shard
 
 LAYOUT = 1  # of a page's bytes (worker.store_pages): another layout is another number
-_SAMPLE_BYTES = 4096
+_READ_BYTES, _READERS = 16 << 20, 8
 
 
 @dataclass(frozen=True)
@@ -57,27 +62,47 @@ def page_identities(config: WorkerConfig) -> list[PageIdentity]:
 
 
 def fingerprint(folder: Path, dummy_seed: int | None = None) -> bytes:
-    """32 bytes that tell models apart: config.json, and every tensor's name, place and first, middle and last bytes.
+    """32 bytes that tell models apart: config.json and all bytes of all weights. dummy_seed: of weights made up.
 
-    So fine-tunes of one model differ, and a large one is not read whole. dummy_seed: of weights that are made up.
+    A file's digest is kept (`_kept_digest`), so that a large model is read whole for it once only.
     """
     found = hashlib.sha256((folder / "config.json").read_bytes())
     found.update(f"dummy {dummy_seed}".encode())
     if dummy_seed is None:
-        for path in sorted(folder.glob("*.safetensors")):
-            _add_file(found, path)
+        paths = sorted(folder.glob("*.safetensors"))
+        with ThreadPoolExecutor(_READERS) as readers:
+            for path, digest in zip(paths, readers.map(_kept_digest, paths)):
+                found.update(path.name.encode() + digest)
     return found.digest()
 
 
-def _add_file(found: hashlib._Hash, path: Path) -> None:
-    with path.open("rb") as file:
-        raw = file.read(int.from_bytes(file.read(8), "little"))
-        found.update(path.name.encode() + raw)
-        for name, facts in sorted(json.loads(raw).items()):
-            if name == "__metadata__":
-                continue
-            begin, end = (8 + len(raw) + offset for offset in facts["data_offsets"])
-            for place in (begin, (begin + end) // 2, end - _SAMPLE_BYTES):
-                place = min(max(place, begin), end)
-                file.seek(place)
-                found.update(file.read(min(_SAMPLE_BYTES, end - place)))
+def _kept_digest(path: Path) -> bytes:
+    """Of a file's bytes; kept in the user's cache folder for this very file, size and time of change."""
+    facts = path.stat()
+    place = f"{path.resolve()} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
+    kept = _cache_folder() / hashlib.sha256(place.encode()).hexdigest()
+    with suppress(OSError):
+        digest = kept.read_bytes()
+        if len(digest) == 16:
+            return digest
+    digest = _digest(path)
+    with suppress(OSError):  # a machine without a home computes it each time
+        kept.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part = kept.with_suffix(f".{os.getpid()}")
+        part.write_bytes(digest)
+        part.replace(kept)
+    return digest
+
+
+def _digest(path: Path) -> bytes:
+    """XXH3 of 128 bits: as fast as memory, and models are not chosen to collide."""
+    found, buffer = xxhash.xxh3_128(), bytearray(_READ_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            found.update(memoryview(buffer)[:count])
+    return found.digest()
+
+
+def _cache_folder() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME")
+    return Path(root or os.path.expanduser("~/.cache")) / "nanoflow" / "fingerprints"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from scheduler.loop import EngineLoop
 from scheduler.request import NewRequest, SamplingParams
 from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig
+from worker import store_keys
 from worker.backend import open_executor, open_prefix_store
 from worker.config import WorkerConfig
 from worker.kv_cache import KVCacheShape
@@ -145,6 +147,26 @@ def test_a_store_that_fails_changes_no_token(folder, store, fault):
     assert second.cached == {"r5": 0, "r40": 0, "r77": 0}
     first.close()
     second.close()
+
+
+def test_any_byte_of_the_weights_counts_and_they_are_read_once(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    before, read = fingerprint(copy), []
+    digest = store_keys._digest
+    monkeypatch.setattr(store_keys, "_digest", lambda path: (read.append(path.name), digest(path))[1])
+    assert fingerprint(copy) == before == fingerprint(folder)
+    assert len(read) == len(list(folder.glob("*.safetensors")))  # the original's only
+    weights = next(copy.glob("*.safetensors"))
+    for place in (-1, weights.stat().st_size // 3):
+        data = bytearray(weights.read_bytes())
+        data[place] ^= 1
+        weights.write_bytes(data)
+        os.utime(weights, ns=(1, abs(place) + 2))  # however quickly it was changed
+        assert fingerprint(copy) != before
+    monkeypatch.setenv("XDG_CACHE_HOME", str(weights))  # nothing can be kept there
+    assert fingerprint(folder) == before
 
 
 def test_another_model_or_layout_shares_no_page(folder, tmp_path, random_model):
