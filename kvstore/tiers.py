@@ -30,10 +30,10 @@ COUNTERS = (
     "promotions_dropped",  # too many were waiting, or no room in the CPU tier
     "promotions_failed",  # the record was not there, or not whole
 )
-NUM_READERS = 4  # threads that read the SSD
+NUM_READERS = 8  # threads that read the SSD; more than keep a disk busy, as each waits its turn to run Python too
 _MAX_WAITING_WRITES = 65536  # keys only: nothing is kept in memory for them
 _MAX_WAITING_READS = 16384  # each has its room in the CPU tier
-_MAX_JOB_BYTES = 512 << 10  # of records that one reader is given at once: handing over costs as much as a small read
+_JOB_BYTES = 256 << 10  # of records that one reader is given at once: handing over costs as much as a small read
 
 Slots = Callable[[int, int], memoryview]  # offset and bytes to the arena's bytes
 
@@ -74,7 +74,6 @@ class Tiers:
         self._loading: dict[bytes, Future[None]] = {}
         # One writer, as the SSD tier wants it; it is the disk that bounds what is written.
         self._writer = Background("kv-write", 1, _MAX_WAITING_WRITES) if ssd is not None else None
-        self._num_readers = num_readers
         self._readers = Background("kv-read", num_readers, _MAX_WAITING_READS) if ssd is not None else None
 
     def tier_of(self, key: KVKey) -> Tier:
@@ -113,14 +112,13 @@ class Tiers:
 
         A future ends with its record's load, which may have failed; records that are read together share one.
         """
-        most = -(-len(keys) // self._num_readers)  # in one load, so that all readers have some
         futures: list[Future[None]] = []
         load = _Load()
         for key in keys:
             if key in self._loading:
                 futures.append(self._loading[key])
                 continue
-            if load.keys and (len(load.keys) == most or load.num_bytes >= _MAX_JOB_BYTES):
+            if load.num_bytes >= _JOB_BYTES:
                 if not self._begin_load(load):
                     return futures[: futures.index(load.done)]
                 load = _Load()

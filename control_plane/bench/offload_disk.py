@@ -37,7 +37,9 @@ from kvstore.settings import KVServiceConfig
 from kvstore.tiers import NUM_READERS
 
 _NUM_SEGMENTS = 8  # files: fio takes a few names only
-_GROUP = 16  # records that are asked for at once
+_GROUP = 16  # records that are asked for at once, at least: what a load asks for
+_MAX_GROUP = 64  # and at most: what a prompt of 4,096 tokens in pages of 64 asks for
+_GROUP_BYTES = 16 << 20  # between them, so many bytes
 _ARENA_GROUPS = 4
 _WAIT_S = 120.0
 _IN_ORDER = ", in order"
@@ -51,10 +53,11 @@ class DiskBench:
         self._folder = folder
         self._payload_bytes = options.record_bytes
         self.slot_bytes = slot_bytes_for(options.record_bytes)
-        self.num_records = max(_GROUP, options.total_bytes // self.slot_bytes)
+        self._group = max(_GROUP, min(_MAX_GROUP, _GROUP_BYTES // self.slot_bytes))
+        self.num_records = max(self._group, options.total_bytes // self.slot_bytes)
         segment = -(-self.num_records // _NUM_SEGMENTS) * self.slot_bytes
         self._config = KVServiceConfig(
-            cpu_bytes=_ARENA_GROUPS * _GROUP * self.slot_bytes,
+            cpu_bytes=_ARENA_GROUPS * self._group * self.slot_bytes,
             ssd_dir=folder,
             ssd_bytes=self.num_records * self.slot_bytes * 21 // 20 + 2 * segment,  # a twentieth for the index
             slab_bytes=self.slot_bytes,
@@ -74,7 +77,7 @@ class DiskBench:
         """Bytes a second through the store: from the question to the last record whole in the arena."""
         service = KVService(self._config)
         order = self._keys if in_order else self._shuffled
-        groups = [order[start : start + _GROUP] for start in range(0, self.num_records, _GROUP)]
+        groups = [order[start : start + self._group] for start in range(0, self.num_records, self._group)]
         try:
             began = time.perf_counter()
             service.prefetch(groups[0])
@@ -151,7 +154,7 @@ class DiskBench:
                 seal(slot, key, self._payload_bytes)
                 slot.release()
                 service.commit(reserved.lease_id)
-                if number % _GROUP == _GROUP - 1:
+                if number % self._group == self._group - 1:
                     service.tiers.finish()
             service.tiers.finish()
             num_written = service.stats()["ssd_records"]
