@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,7 @@ COUNTERS = (
 )
 _SUSPENSION_S = 5.0  # after a failed write: a full or read-only disk stays so for a while
 _SMALL_FILES_BYTES = 16 * 1024  # locks
+_LOCK, _SEGMENT = "lock", re.compile(r"segment-\d{6,}\.kv")  # names of our files
 
 
 class SsdTier:
@@ -268,7 +270,8 @@ class SsdTier:
 
     def _restore(self) -> None:
         """Take over what index and folder agree on; files beyond that are removed or cut."""
-        sizes = {path: path.stat().st_size for path in self.folder.glob("segment-*.kv")}
+        found = [path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name)]
+        sizes = {path: path.stat().st_size for path in found}
         kept: list[tuple[Row, int]] = []
         for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot)):
             in_file = (row.slot + 1) * row.slot_bytes <= sizes.get(self._path(row.segment), 0)
@@ -297,11 +300,19 @@ class SsdTier:
 
 
 def _own(folder: Path) -> int:
-    """Make the folder, for its owner only, and lock it; the lock's descriptor. Raises StoreError."""
+    """Make the folder, for its owner only, and lock it; the lock's descriptor.
+
+    Raises StoreError, too for a folder that is not a store's: files in it are removed.
+    """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        facts, has_files = folder.stat(), any(folder.iterdir())
+        if facts.st_uid != os.getuid() or (has_files and facts.st_mode & 0o077):
+            raise StoreError(f"ssd-dir {folder} must be this user's own and closed to others: chmod 700")
+        if has_files and not (folder / _LOCK).exists():
+            raise StoreError(f"ssd-dir {folder} has files of others in it: name an empty folder, or one to be made")
         folder.chmod(0o700)
-        descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise StoreError(f"ssd-dir {folder} cannot be used: {error.strerror}") from None
     try:

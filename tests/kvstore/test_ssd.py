@@ -490,3 +490,23 @@ def test_rows_count_as_unsaved_until_they_are_on_disk(folder):
     assert seen == [1]
     assert tier.ssd.num_unsaved == 0
     tier.stop()
+
+
+def test_a_folder_that_is_not_a_stores_is_left_as_it_is(tmp_path):
+    """Files of others are neither closed to their readers nor removed."""
+    folder = tmp_path / "mine"
+    folder.mkdir(mode=0o755)
+    (folder / "segment-mydata.kv").write_text("hi")
+    with pytest.raises(StoreError, match="chmod 700"):
+        Tier(folder)
+    folder.chmod(0o700)
+    with pytest.raises(StoreError, match="files of others"):
+        Tier(folder)
+    assert (folder / "segment-mydata.kv").read_text() == "hi"
+    empty = tmp_path / "empty"
+    empty.mkdir(mode=0o755)
+    Tier(empty).stop()
+    assert empty.stat().st_mode & 0o777 == 0o700
+    (empty / "segment-mydata.kv").write_text("hi")
+    Tier(empty).stop()
+    assert (empty / "segment-mydata.kv").exists()
