@@ -257,7 +257,7 @@ class KVStoreOptions:
         "Bytes of the CPU tier that hold records of one size, so also the largest record.",
         default=default_of(KVServiceConfig, "slab_bytes"),
         low=4096,
-        unset="a 64th of the tier, at least 16 MiB",
+        unset="a 64th of the tier or 16 MiB if that is more, but at most an eighth and at most 1 GiB",
     )
     store_lease: float = option(
         "Seconds that a client may read or write records before the store takes them back.",
@@ -315,6 +315,12 @@ class OwnStoreConfig:
     )
     kv_store_ssd_bytes: int = option(
         "Bytes that its SSD tier may take.", default=default_of(KVStoreOptions, "ssd_bytes"), low=1
+    )
+    kv_store_ssd_after_hits: int = option(
+        "Hits after which a record is copied to its SSD tier; 0: every record at once, best for conversations.",
+        default=default_of(KVStoreOptions, "ssd_after_hits"),
+        low=0,
+        high=255,
     )
     kv_store_metrics_port: int | None = option(
         "Port of its /metrics for Prometheus.", default=None, low=1, high=65535, unset="off"

@@ -92,7 +92,7 @@ async def run(store: KVServiceConfig, listen: ListenConfig, options: KVStoreOpti
     from kvstore.server import StoreServer
     from kvstore.service import KVService
 
-    ended = asyncio.Event()
+    ended, orphaned = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     listen.check()
@@ -104,13 +104,15 @@ async def run(store: KVServiceConfig, listen: ListenConfig, options: KVStoreOpti
         if options.store_metrics_port is not None:
             metrics = _serve_metrics(StoreCollector(service.stats), options)
         if options.store_ends_with_stdin:
-            _when_stdin_ends(asyncio.get_running_loop(), ended)
+            _when_stdin_ends(asyncio.get_running_loop(), ended, orphaned)
         print(f"nanoflow kvstore: ready on {address}", flush=True)
         await ended.wait()
         log.info("stopping")
     finally:
         exit_within(_GRACE_S + 2 * _CLOSE_S)
         await server.stop(_GRACE_S)
+        if orphaned.is_set() and listen.socket is not None:
+            _remove_folder(listen.socket)
         if metrics is not None:
             metrics.shutdown()
             metrics.server_close()
@@ -118,15 +120,23 @@ async def run(store: KVServiceConfig, listen: ListenConfig, options: KVStoreOpti
     return 0 if in_time else 1
 
 
-def _when_stdin_ends(loop: asyncio.AbstractEventLoop, ended: asyncio.Event) -> None:
-    """Set `ended` then."""
+def _remove_folder(socket: Path) -> None:
+    """Of a socket that has gone, when nobody is left to do it; unless there is something else in it."""
+    with suppress(OSError):
+        socket.with_name(socket.name + ".lock").unlink()
+        socket.parent.rmdir()
+
+
+def _when_stdin_ends(loop: asyncio.AbstractEventLoop, *events: asyncio.Event) -> None:
+    """Set all of them then."""
 
     def read() -> None:
         with suppress(OSError):
             while os.read(0, 4096):  # not sys.stdin: its lock would be held while the interpreter ends
                 pass
         with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(ended.set)
+            for event in events:
+                loop.call_soon_threadsafe(event.set)
 
     threading.Thread(target=read, name="stdin", daemon=True).start()
 

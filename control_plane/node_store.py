@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -22,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from control_plane.config import OwnStoreConfig
 from control_plane.errors import StartError
-from control_plane.store_host import STOP_TIMEOUT_S, StoreHost
+from control_plane.store_host import STOP_TIMEOUT_S, LogLine, StoreHost, own_socket
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +43,9 @@ class Host(Protocol):
 
     async def ended(self) -> str | None:
         """As StoreHost.ended(); also when the host itself is gone."""
+
+    async def said(self) -> list[LogLine]:
+        """As StoreHost.said(). Never raises."""
 
     async def stop(self) -> None:
         """Never raises."""
@@ -88,12 +89,13 @@ class NodeStore:
             await host.stop()
 
     async def _watch(self, node: str) -> None:
-        """Start it again whenever it ends."""
+        """Start it again whenever it ends; what it logs is part of our log."""
         assert self._host is not None
         pause_s, started_s = FIRST_PAUSE_S, time.monotonic()
         while True:
             await asyncio.sleep(POLL_S)
             how = await self._host.ended()
+            _log(await self._host.said())
             if how is None:
                 continue
             if time.monotonic() - started_s > STEADY_S:
@@ -145,6 +147,12 @@ class RayHost:
         except RayError as error:
             return _reason(error)
 
+    async def said(self) -> list[LogLine]:
+        with suppress(RayError):
+            lines: list[LogLine] = await _wait(self._actor.said.remote())
+            return lines
+        return []
+
     async def stop(self) -> None:
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(_wait(self._actor.stop.remote()), STOP_TIMEOUT_S + 3.0)
@@ -154,7 +162,7 @@ class RayHost:
 def ray_store(config: OwnStoreConfig, beside_gpu: bool) -> NodeStore:
     """A store as the options say, on whatever node of the cluster it is placed; there beside the GPU, or anywhere."""
     assert config.kv_store_cpu_bytes is not None
-    socket = Path(f"/tmp/nanoflow-{os.geteuid()}-{secrets.token_hex(4)}/kvstore.sock")
+    socket = own_socket()
     ready_timeout_s = _READY_S + config.kv_store_cpu_bytes / _BYTES_PER_S
     flags = store_flags(config)
     return NodeStore(lambda node: RayHost(node, socket, flags, ready_timeout_s, beside_gpu), f"unix:{socket}")
@@ -165,9 +173,15 @@ def store_flags(config: OwnStoreConfig) -> list[str]:
     flags = ["--cpu-bytes", str(config.kv_store_cpu_bytes)]
     if config.kv_store_ssd_dir is not None:
         flags += ["--ssd-dir", str(config.kv_store_ssd_dir.absolute()), "--ssd-bytes", str(config.kv_store_ssd_bytes)]
+        flags += ["--ssd-after-hits", str(config.kv_store_ssd_after_hits)]
     if config.kv_store_metrics_port is not None:
         flags += ["--store-metrics-port", str(config.kv_store_metrics_port)]
     return flags
+
+
+def _log(lines: list[LogLine]) -> None:
+    for line in lines:
+        logger.log(line.level, "KV store: %s", line.words)
 
 
 def _reason(error: RayError) -> str:

@@ -1,20 +1,26 @@
 """A `nanoflow kvstore` process of this process's own: started, watched, ended with it.
 
-It ends when its stdin does, so not even a killed parent leaves one behind. Knows nothing of Ray, nor of when to
-start it again.
+It ends when its stdin does and takes its folder along, so not even a killed parent leaves anything behind. Knows
+nothing of Ray, nor of when to start it again.
 """
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import re
+import secrets
 import select
 import shutil
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from control_plane.options import PREFIX
@@ -22,10 +28,38 @@ from control_plane.store_affinity import Affinity, beside_gpus, started_on
 from kvstore.keys import StoreError
 from worker.numa import SYSFS
 
-log = logging.getLogger(__name__)
-
 STOP_TIMEOUT_S = 12.0  # from SIGTERM to SIGKILL: what waits for the SSD is still written
 _ROOT = Path(__file__).resolve().parents[1]
+_SOCKET = "kvstore.sock"
+_YOUNG_S = 60.0  # a folder of that age may belong to a store that is just being started
+_MOST_LINES = 1000  # of log that nobody has asked for
+_LOG_LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ (?P<level>[DIWEC]) (?P<words>.*)")  # as `nanoflow kvstore` logs
+_LEVELS = {name[0]: logging.getLevelName(name) for name in ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")}
+
+
+@dataclass(frozen=True, slots=True)
+class LogLine:
+    """What a store said on stderr."""
+
+    level: int  # of `logging`
+    words: str
+
+    @classmethod
+    def of(cls, line: str) -> LogLine:
+        """A line of its log, or whatever else it wrote."""
+        found = _LOG_LINE.fullmatch(line)
+        if found is None:
+            return cls(logging.INFO, line.removeprefix("nanoflow: "))
+        return cls(_LEVELS[found["level"]], found["words"])
+
+
+def own_socket() -> Path:
+    """A socket that no other store has, in a folder of its own, on whatever node."""
+    return Path(f"{_own_prefix()}{secrets.token_hex(4)}/{_SOCKET}")
+
+
+def _own_prefix() -> str:
+    return f"/tmp/nanoflow-{os.geteuid()}-"
 
 
 class StoreHost:
@@ -51,10 +85,12 @@ class StoreHost:
         self._process: subprocess.Popen[bytes] | None = None
         self._listening: threading.Thread | None = None
         self._last_words = ""
+        self._said: deque[LogLine] = deque(maxlen=_MOST_LINES)
 
     def start(self) -> int:
         """Start it and wait until it takes calls; its process id. Raises StoreError with the reason if it does not."""
         self._end(0.0)
+        remove_abandoned(self._socket.parent.parent)
         process = started_on(self._affinity().cpus, self._start_process)
         self._process, self._last_words = process, ""
         self._listening = threading.Thread(target=self._listen, args=(process,), name="kvstore-log", daemon=True)
@@ -80,8 +116,17 @@ class StoreHost:
         code = self._process.poll()
         if code is None:
             return None
-        how = f"exit code {code}" if code >= 0 else f"signal {-code}"
-        return f"{how}: {self._last_words}" if self._last_words else how
+        if code < 0:  # what it said before has nothing to do with it
+            return f"signal {-code}"
+        return f"exit code {code}: {self._last_words}" if self._last_words else f"exit code {code}"
+
+    def said(self) -> list[LogLine]:
+        """What it has logged since the last call. Safe for threads."""
+        lines = []
+        with suppress(IndexError):
+            while True:
+                lines.append(self._said.popleft())
+        return lines
 
     def stop(self) -> None:
         """End it for good. Idempotent."""
@@ -117,13 +162,42 @@ class StoreHost:
                 pipe.close()
 
     def _listen(self, process: subprocess.Popen[bytes]) -> None:
-        """Its log is part of ours."""
         assert process.stderr is not None
         for line in process.stderr:
-            words = line.decode(errors="replace").strip()
-            if words:
-                self._last_words = words.removeprefix("nanoflow: ")
-                log.info("%s", words)
+            text = line.decode(errors="replace").strip()
+            if text:
+                said = LogLine.of(text)
+                self._last_words = said.words
+                self._said.append(said)
+
+
+def remove_abandoned(parent: Path, young_s: float = _YOUNG_S) -> list[Path]:
+    """Remove folders of `own_socket` whose stores were killed together with who started them; which ones."""
+    removed = []
+    for folder in parent.glob(Path(_own_prefix()).name + "*"):
+        with suppress(OSError):
+            found = folder.lstat()
+            if found.st_uid != os.geteuid() or time.time() - found.st_mtime < young_s:
+                continue
+            if _is_abandoned(folder):
+                shutil.rmtree(folder)
+                removed.append(folder)
+    return removed
+
+
+def _is_abandoned(folder: Path) -> bool:
+    """Whether it holds nothing but what a store that is gone has left. Raises OSError."""
+    lock = folder / f"{_SOCKET}.lock"
+    if {path.name for path in folder.iterdir()} - {_SOCKET, lock.name}:
+        return False
+    if not lock.exists():
+        return True
+    descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a store that runs holds it
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _environment() -> dict[str, str]:

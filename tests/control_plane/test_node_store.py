@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,14 @@ from control_plane.errors import StartError
 from control_plane.node_store import NodeStore, store_flags
 from control_plane.options import ConfigError
 from control_plane.serve import store_of
+from control_plane.store_host import LogLine
 
 
 class FakeHost:
     def __init__(self, node: str, fails: bool) -> None:
         self.node, self.fails = node, fails
         self.state = "made"
+        self.lines: list[LogLine] = []
 
     async def start(self) -> None:
         if self.fails:
@@ -30,6 +33,10 @@ class FakeHost:
 
     async def ended(self) -> str | None:
         return None if self.state == "runs" else self.state
+
+    async def said(self) -> list[LogLine]:
+        lines, self.lines = self.lines, []
+        return lines
 
     async def stop(self) -> None:
         self.state = "stopped"
@@ -109,6 +116,21 @@ async def test_it_is_started_again_with_growing_pauses(pauses):
     assert len(hosts.made) == 5
 
 
+async def test_its_log_is_part_of_the_servers_log(caplog):
+    caplog.set_level(logging.INFO)
+    hosts = Hosts()
+    store = NodeStore(hosts, "unix:/s")
+    await store.place("a")
+    hosts.made[0].lines = [LogLine(logging.INFO, "kvstore.x: begun"), LogLine(logging.ERROR, "kvstore.x: broken")]
+    hosts.made[0].state = "killed"
+    await turns()
+    await store.close()
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    begun = said.index(("INFO", "KV store: kvstore.x: begun"))
+    assert said[begun + 1] == ("ERROR", "KV store: kvstore.x: broken")
+    assert "has ended" in said[begun + 2][1]
+
+
 async def test_pauses_end_at_the_longest_and_start_anew_after_a_steady_run(pauses, monkeypatch):
     hosts = Hosts()
     store = NodeStore(hosts, "unix:/s")
@@ -126,8 +148,9 @@ async def test_pauses_end_at_the_longest_and_start_anew_after_a_steady_run(pause
 
 def test_options_become_flags_of_the_command():
     assert store_flags(OwnStoreConfig(kv_store_cpu_bytes=5)) == ["--cpu-bytes", "5"]
-    all_given = OwnStoreConfig(5, Path("/ssd"), 7, 9000)
-    assert store_flags(all_given)[2:] == ["--ssd-dir", "/ssd", "--ssd-bytes", "7", "--store-metrics-port", "9000"]
+    all_given = OwnStoreConfig(5, Path("/ssd"), 7, 0, 9000)
+    ssd = ["--ssd-dir", "/ssd", "--ssd-bytes", "7", "--ssd-after-hits", "0"]
+    assert store_flags(all_given)[2:] == [*ssd, "--store-metrics-port", "9000"]
 
 
 def test_one_store_only(tmp_path):

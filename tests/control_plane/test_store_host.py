@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import signal
 import subprocess
@@ -14,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from control_plane.store_host import StoreHost
+from control_plane.store_host import LogLine, StoreHost, own_socket, remove_abandoned
 from kvstore.client import ClientConfig, KVClient
 from kvstore.keys import StoreError
 
@@ -79,7 +81,7 @@ def test_after_a_kill_it_says_so_and_can_be_started_again(tmp_path):
         while host.ended() is None:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        assert "signal 9" in host.ended()
+        assert host.ended() == "signal 9"  # and not what it happened to say last
         host.start()
         assert host.ended() is None
         assert put_and_get(tmp_path)
@@ -127,7 +129,49 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path):
         assert put_and_get(tmp_path)
         parent.kill()
         assert until_gone(pid)
+        assert not (tmp_path / "own").exists()
     finally:
         parent.kill()
         parent.wait(10)
         parent.stdout.close()
+
+
+def test_what_it_logs_can_be_asked_for_once(tmp_path):
+    with host_in(tmp_path, *SMALL, "--store-metrics-port", "0") as host:
+        host.start()
+        lines = host.said()
+        assert any(line.level == logging.INFO and "metrics on" in line.words for line in lines)
+        assert host.said() == []
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "words"),
+    [
+        ("2026-11-30 13:00:00,123 W kvstore.ssd: the disk is full", logging.WARNING, "kvstore.ssd: the disk is full"),
+        ("2026-11-30 13:00:00,123 C kvstore.ssd: over", logging.CRITICAL, "kvstore.ssd: over"),
+        ("nanoflow: cpu-bytes is too small", logging.INFO, "cpu-bytes is too small"),
+        ("Traceback (most recent call last):", logging.INFO, "Traceback (most recent call last):"),
+    ],
+)
+def test_log_lines_keep_their_level(line, level, words):
+    assert LogLine.of(line) == LogLine(level, words)
+
+
+def test_folders_of_stores_that_are_gone_are_removed(tmp_path):
+    names = ["gone", "empty", "held", "other", "young"]
+    folders = {name: tmp_path / f"{own_socket().parent.name}{name}" for name in names}
+    foreign = tmp_path / "nanoflow-kept"
+    for folder in (*folders.values(), foreign):
+        folder.mkdir()
+        if folder != folders["empty"]:
+            (folder / "kvstore.sock.lock").touch()
+    (folders["other"] / "notes.txt").touch()
+    for name, folder in (*folders.items(), ("foreign", foreign)):
+        if name != "young":
+            os.utime(folder, (1, 1))
+    with (folders["held"] / "kvstore.sock.lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert set(remove_abandoned(tmp_path)) == {folders["gone"], folders["empty"]}
+    assert foreign.exists()
+    assert remove_abandoned(tmp_path) == [folders["held"]]
+    assert sorted(path.name[-5:] for path in tmp_path.iterdir()) == sorted(["-kept", "other", "young"])
