@@ -14,6 +14,8 @@ from pathlib import Path
 from control_plane.grpc_server import GrpcConfig
 from control_plane.options import ConfigError, default_of, option
 from control_plane.validation import Limits
+from kvstore.address import check_address
+from kvstore.keys import StoreError
 from kvstore.settings import KVServiceConfig, ListenConfig
 from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, WritePolicy
 from scheduler.scheduler_config import StoreConfig as StoreUse
@@ -163,6 +165,11 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if (self.expected_input_len is None) != (self.expected_output_len is None):
             raise ConfigError("expected-input-len and expected-output-len belong together: give both or neither")
+        if self.kv_store is not None:
+            try:
+                check_address(self.kv_store)
+            except StoreError as error:
+                raise ConfigError(f"kv-store: {error}") from None
         tls = (self.kv_store_tls_ca, self.kv_store_tls_cert, self.kv_store_tls_key)
         if any(tls) and not all(tls):
             raise ConfigError("kv-store-tls-ca, kv-store-tls-cert and kv-store-tls-key belong together: give all three")

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from control_plane.instance import Instance, InstanceLost
 from control_plane.step_pace import StepPace
+from control_plane.store_notice import StoreNotice
 from scheduler.plan import Cancel, LoadReport, OutputBatch
 from scheduler.request import FinishReason, NewRequest
 
@@ -40,6 +41,7 @@ class InstanceLink(Generic[T]):
         self.batch_fill = 0.0  # of the last iteration, 0..1
         self.prefix_queries = 0  # prompt tokens looked up so far
         self.prefix_hits = 0
+        self._store_notice = StoreNotice(instance.name)
         self._pace = StepPace(instance.capacity.max_batch_tokens, stall_timeout_s)
         self._on_outputs = on_outputs
         self._on_lost = on_lost
@@ -109,6 +111,7 @@ class InstanceLink(Generic[T]):
     def _note(self, batch: OutputBatch) -> None:
         now = self._now()
         self.load = batch.load
+        self._store_notice.note(batch)
         if batch.request_ids:
             self._recent.append((now, len(batch.request_ids)))
             self._forget_old(now)

@@ -48,23 +48,27 @@ class Breaker:
             self._trial_until = now + self._config.max_open_s
             return True
 
-    def succeeded(self) -> None:
-        """A call worked."""
+    def succeeded(self) -> bool:
+        """A call worked; whether that closed it."""
         with self._lock:
+            was_open = self._open_until is not None
             self._failures = 0
             self._open_s = self._config.open_s
             self._open_until = None
             self._trial_until = 0.0
+            return was_open
 
-    def failed(self) -> None:
-        """A call did not work."""
+    def failed(self) -> bool:
+        """A call did not work; whether that opened it, after it was closed."""
         with self._lock:
+            was_open = self._open_until is not None
             self._failures += 1
             self._trial_until = 0.0
-            if self._open_until is None and self._failures < self._config.failures:
-                return
+            if not was_open and self._failures < self._config.failures:
+                return False
             if self._open_until is not None and self._clock() < self._open_until:
-                return  # one that was under way when it opened
+                return False  # one that was under way when it opened
             self.times_opened += 1
             self._open_until = self._clock() + self._open_s
             self._open_s = min(2 * self._open_s, self._config.max_open_s)
+            return not was_open

@@ -26,8 +26,17 @@ from kvstore.counters import Counters
 from kvstore.credentials import read_secret
 from kvstore.keys import MAX_KEYS_PER_CALL, KVBlock, KVKey, StoreError, Tier
 from kvstore.pb import kvstore_pb2, kvstore_pb2_grpc
+from kvstore.record import slot_bytes_for
 
 log = logging.getLogger(__name__)
+
+_KINDS = {grpc.StatusCode.DEADLINE_EXCEEDED: "timeouts", grpc.StatusCode.UNAVAILABLE: "unavailable"}
+_NO_ADVICE = "is it a `nanoflow kvstore` of this release?"
+_ADVICE = {
+    grpc.StatusCode.DEADLINE_EXCEEDED: "it is too slow, or this machine has no time",
+    grpc.StatusCode.UNAVAILABLE: "does `nanoflow kvstore` run there, with TLS as here?",
+    grpc.StatusCode.UNAUTHENTICATED: "it wants another token: check --kv-store-token-file",
+}
 
 COUNTERS = (
     "calls",
@@ -80,6 +89,7 @@ class KVClient:
         self._clock = clock
         self._lock = threading.Lock()
         self._attached: _Attached | None = None
+        self._too_large_for: str | None = None  # the run of the store that a warning was about
         self._sent: set[Any] = set()  # calls whose answers nobody waits for
         self._metadata = (("authorization", f"Bearer {config.token}"),) if config.token else ()
         self._channel = _channel(config)
@@ -139,7 +149,10 @@ class KVClient:
     def reserve(self, keys: Sequence[KVKey], payload_bytes: int) -> WriteLease | None:
         """Room for records of these keys, payload_bytes each; None if nothing can be written or is there already."""
         attached = self._attach()
-        if attached is None or not keys or not 0 < payload_bytes <= attached.max_payload_bytes:
+        if attached is None or not keys or payload_bytes <= 0:
+            return None
+        if payload_bytes > attached.max_payload_bytes:
+            self._too_large(attached, payload_bytes)
             return None
         keys = keys[:MAX_KEYS_PER_CALL]
         began = self._clock()
@@ -235,22 +248,38 @@ class KVClient:
             if wrong is not None:
                 raise _GarbageError(wrong)
         except grpc.RpcError as error:
-            kinds = {grpc.StatusCode.DEADLINE_EXCEEDED: "timeouts", grpc.StatusCode.UNAVAILABLE: "unavailable"}
-            self._failed(kinds.get(error.code(), "errors"), error.details())
+            self._failed(_KINDS.get(error.code(), "errors"), error.details(), _ADVICE.get(error.code(), _NO_ADVICE))
         except _GarbageError as error:
             self._failed("garbage", str(error))
         except ValueError as error:  # the channel is closed
             self._failed("unavailable", str(error))
         else:
-            self.breaker.succeeded()
+            if self.breaker.succeeded():
+                log.info("the KV store at %s answers again", self._config.address)
             self._notice(answer.boot_id)
             return answer
         return None
 
-    def _failed(self, kind: str, message: str | None) -> None:
+    def _failed(self, kind: str, message: str | None, advice: str = _NO_ADVICE) -> None:
         self.counters.add(kind)
-        self.breaker.failed()
         log.debug("the KV store at %s: %s: %s", self._config.address, kind, message)
+        if self.breaker.failed():
+            problem = f"{kind}: {message}" if message else kind
+            log.warning("the KV store at %s is not used for now (%s): %s", self._config.address, problem, advice)
+
+    def _too_large(self, attached: _Attached, payload_bytes: int) -> None:
+        """Say so, once for each run of the store: it will take none of these."""
+        with self._lock:
+            was_said, self._too_large_for = self._too_large_for == attached.boot_id, attached.boot_id
+        if not was_said:
+            log.warning(
+                "a page has %d bytes, and the KV store at %s takes %d at most: no page is kept there. Start the store "
+                "with --slab-bytes %d or more, or use smaller pages (--block-size)",
+                payload_bytes,
+                self._config.address,
+                attached.max_payload_bytes,
+                slot_bytes_for(payload_bytes),
+            )
 
     def _arrival(self, attached: _Attached, lease_id: int, began: float) -> Arrival:
         return Arrival(attached.mapping.view, lease_id, began + attached.lease_s, self._clock, self._release)

@@ -80,3 +80,9 @@ def test_a_gpu_that_is_not_here_is_refused_before_ray_is_asked(tmp_path, monkeyp
         with pytest.raises(ConfigError, match="no CUDA GPU"):
             check_device(EngineConfig(tmp_path, device="cuda"))
     check_device(EngineConfig(tmp_path, device="cpu"))
+
+
+@pytest.mark.parametrize("address", ["nonsense", "http://localhost:7000", "localhost:99999"])
+def test_what_is_no_address_of_a_store_is_refused_at_once(tmp_path, address):
+    with pytest.raises(ConfigError, match="kv-store"):
+        EngineConfig(tmp_path, kv_store=address)

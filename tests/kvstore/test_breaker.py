@@ -72,3 +72,12 @@ def test_a_trial_that_never_ends_does_not_close_the_door_for_good():
     assert breaker.allows()
     clock.now += 3.01
     assert breaker.allows()
+
+
+def test_opening_and_closing_are_told_once():
+    clock = Clock()
+    breaker = Breaker(BreakerConfig(failures=2, open_s=1.0), clock)
+    assert [breaker.succeeded(), breaker.failed(), breaker.failed(), breaker.failed()] == [False, False, True, False]
+    clock.now += 1.01
+    assert not breaker.failed(), "a trial that fails"
+    assert [breaker.succeeded(), breaker.succeeded()] == [True, False]

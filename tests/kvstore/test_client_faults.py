@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import socket
@@ -263,3 +264,61 @@ def test_sockets_that_speak_no_grpc(tmp_path, manner):
 def test_certificates_that_cannot_be_read_are_a_users_error(tmp_path):
     with pytest.raises(StoreError, match="cannot be read"):
         KVClient(ClientConfig("localhost:1", ssl_ca_certs=tmp_path / "missing.pem"))
+
+
+# --- what is logged ---
+
+
+def test_that_it_is_not_used_is_said_once_and_that_it_answers_again(tmp_path, caplog):
+    class Truthful(rpc.KVStoreServicer):
+        def Lookup(self, request, context):
+            return pb.LookupResponse(boot_id="boot", tiers=[pb.TIER_CPU] * len(request.keys))
+
+    caplog.set_level(logging.INFO, "kvstore.client")
+    now = 0.0
+    client = KVClient(ClientConfig(f"unix:{tmp_path}/late.sock", call_timeout_s=2.0), lambda: now)
+    for _ in range(10):
+        assert client.lookup(KEYS) == []
+        now += 20.0  # later than the breaker lets a trial through
+    (warning,) = caplog.records
+    assert warning.levelname == "WARNING"
+    assert f"unix:{tmp_path}/late.sock" in warning.getMessage()
+    assert "does `nanoflow kvstore` run there" in warning.getMessage()
+    server = grpc.server(ThreadPoolExecutor(1))
+    rpc.add_KVStoreServicer_to_server(Truthful(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/late.sock")
+    server.start()
+    deadline = time.monotonic() + 10
+    while len(client.lookup(KEYS)) < len(KEYS) and time.monotonic() < deadline:
+        now += 20.0
+        time.sleep(0.05)
+    client.close()
+    server.stop(0)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "answers again" in caplog.records[1].getMessage()
+
+
+def test_a_wrong_token_is_said(tmp_path, caplog):
+    class Refusing(rpc.KVStoreServicer):
+        def Lookup(self, request, context):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no")
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    rpc.add_KVStoreServicer_to_server(Refusing(), server)
+    server.add_insecure_port(f"unix:{tmp_path}/s.sock")
+    server.start()
+    client = KVClient(ClientConfig(f"unix:{tmp_path}/s.sock", call_timeout_s=2.0))
+    for _ in range(10):
+        client.lookup(KEYS)
+    client.close()
+    server.stop(0)
+    (warning,) = caplog.records
+    assert "check --kv-store-token-file" in warning.getMessage()
+
+
+def test_a_page_larger_than_any_record_is_said_once(liar, caplog):
+    for _ in range(3):
+        assert not liar.client.put(KEYS[0], bytes(4001))
+    (warning,) = caplog.records
+    assert "4001 bytes" in warning.getMessage()
+    assert "--slab-bytes 8192" in warning.getMessage()
