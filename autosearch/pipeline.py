@@ -118,12 +118,14 @@ class PipelineSchedule:
 
     def _check_helpers(self, known: dict[str, Operator]) -> None:
         begun: dict[tuple[str, int, int], int] = {}  # lane of each operation so far
-        for op in self.operations:
-            same = (op.operator, op.start, op.end)
+        for index, op in enumerate(self.operations):
+            same, before = (op.operator, op.start, op.end), self.operations[:index]
             if not op.helps:
                 begun[same] = op.lane
             elif not known[op.operator].shared_work:
                 raise InvalidScheduleError(f"{self.name}: {op.label} is helped, and cannot be shared")
+            elif any(op.operator in known[other.operator].inputs and overlap(op, other) for other in before):
+                raise InvalidScheduleError(f"{self.name}: {op.label} is helped after what reads its rows")
             elif begun.get(same, op.lane) == op.lane:
                 raise InvalidScheduleError(f"{self.name}: {op.label} helps nothing that began on another lane")
 
@@ -164,6 +166,11 @@ class PipelineSchedule:
             return cls.from_json(read_text(Path(path)))
         except PlainDataError as error:
             raise InvalidScheduleError(f"{path} is no pipeline schedule: {error}") from None
+
+
+def overlap(one: NanoOperation, other: NanoOperation) -> bool:
+    """Whether they have rows in common."""
+    return one.start < other.end and other.start < one.end
 
 
 def sequential(operators: Sequence[Operator], batch_tokens: int) -> PipelineSchedule:

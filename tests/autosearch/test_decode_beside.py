@@ -56,6 +56,9 @@ def test_a_helper_must_help_something_that_can_be_shared():
         changed("decode_attention", lane=1).validate(OPERATORS)
     with pytest.raises(InvalidScheduleError, match="helps nothing that began on another lane"):
         changed("decode_attention", start=1).validate(OPERATORS)
+    late = NanoOperation("decode_attention", 1024, 2048, 1, 0.5, helps=True)
+    with pytest.raises(InvalidScheduleError, match="is helped after what reads its rows"):
+        replace(schedule, operations=(*schedule.operations, late)).validate(OPERATORS)
     extra = NanoOperation("o", 1024, 2048, 1, 0.5, helps=True)
     with pytest.raises(InvalidScheduleError, match="is helped, and cannot be shared"):
         replace(schedule, operations=(*schedule.operations, extra)).validate(OPERATORS)

@@ -14,7 +14,7 @@ constexpr int TOKENS = 16 * GROUPS;    // that a warp works on at once: more kee
 constexpr float LAZY = 8.0f;           // the maximum is raised only when scores pass it by this factor of 2 (log2)
 constexpr float NONE = -1e30f;         // a maximum of nothing
 
-struct Merge {
+struct alignas(16) Merge {
     float out[WARPS][GROUP][HEAD_DIM];
     float top[WARPS][8], sum[WARPS][8];
 };

@@ -94,15 +94,15 @@ def _gemm_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(num_k):
             acc = tl.dot(a.load([m * BM, k * BK]), b.load([n * BN, k * BK]).T, acc)
-        if bias is not None:
-            columns = n * BN + tl.arange(0, BN)
-            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         rows = m * BM + tl.arange(0, BM)
         if PARTS > 0:
             total = tl.zeros((BM,), tl.float32)
             for part in tl.static_range(PARTS):
                 total += tl.load(squares + part * squares_stride + rows, mask=rows < M, other=0.0)
             acc *= tl.rsqrt(total / K + eps)[:, None]
+        if bias is not None:
+            columns = n * BN + tl.arange(0, BN)
+            acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
         left, right = _halves(acc, BM, BN)
         if gain is not None:
             columns = n * BN + tl.arange(0, BN // 2)

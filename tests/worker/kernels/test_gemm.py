@@ -87,10 +87,11 @@ def test_norms_in_the_ends_of_two_gemms_equal_a_norm_between_them(with_bias, dty
     own, scaled, out = residual.clone(), torch.empty_like(normed), torch.empty_like(expected)
     reference.linear(x, w, delta, bias)
     reference.add_rms_norm(residual, delta, gain, normed, eps)
-    reference.linear(normed, then, expected)
     squares = torch.full((gemm.num_parts(hidden), rows + 8), float("nan"), device=device)
     gemm.linear_add(x, w, own, gain, scaled, squares, sms=3, bias=bias)
-    gemm.linear(scaled, then, out, sms=3, squares=squares, eps=eps)
+    next_bias = 5 * torch.randn(wide, device=device).to(dtype) if with_bias else None
+    gemm.linear(scaled, then, out, sms=3, bias=next_bias, squares=squares, eps=eps)
+    reference.linear(normed, then, expected, next_bias)
     assert relative_error(own, residual) < 5e-3
     assert relative_error(out, expected) < 8e-3
     assert squares[:, rows:].isnan().all()
