@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from autosearch.operators import Collectives, Operator
@@ -161,9 +161,12 @@ class PipelineSchedule:
 
     @classmethod
     def from_file(cls, path: str | Path) -> PipelineSchedule:
-        """Read a schedule file. Raises OSError where it cannot be read, InvalidScheduleError as `from_json` does."""
+        """Read a schedule file. Raises OSError where it cannot be read, InvalidScheduleError as `from_json` does.
+
+        Its name becomes the file's, without the ending: of the schedules in one folder, no two have the same.
+        """
         try:
-            return cls.from_json(read_text(Path(path)))
+            return replace(cls.from_json(read_text(Path(path))), name=Path(path).stem)
         except PlainDataError as error:
             raise InvalidScheduleError(f"{path} is no pipeline schedule: {error}") from None
 

@@ -115,6 +115,7 @@ def _tune_one(
 
 def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:
     """Schedules of this batch size; folders are searched. Raises ConfigError."""
+    names: set[str] = set()
     for path in proposed:
         files = sorted(path.glob("*.json")) if path.is_dir() else [path]
         for file in files:
@@ -125,6 +126,9 @@ def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:
             except (OSError, InvalidScheduleError) as error:
                 raise ConfigError(f"candidates={file}: {error}") from None
             if schedule.batch_tokens == rows:
+                if schedule.name in names:
+                    raise ConfigError(f"candidates={file}: two candidates are named {schedule.name}: rename one file")
+                names.add(schedule.name)
                 yield schedule
 
 

@@ -13,17 +13,16 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autosearch.operators import ATTENTION, layer_operators
-from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, nanobatch_only
+from autosearch.operators import layer_operators
+from autosearch.pipeline import PipelineSchedule, nanobatch_only
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
-from worker.cuda_model import CudaModel, GraphKey, parameter_bytes, unsupported
-from worker.device_batch import MAX_RANGES, RANDOM_ROWS, BatchLimits
+from worker.cuda_model import CudaModel, GraphKey, check_schedule, parameter_bytes, unsupported
+from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError
-from worker.folded_norms import is_folded
 from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
@@ -255,10 +254,7 @@ def read_schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSched
         rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > _NO_PREFILL_ROWS]
         schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
     for schedule in schedules:
-        schedule.validate(operators)
-        is_folded(schedule)
-        if max(len(schedule.ranges(name)) for name in ATTENTION) > MAX_RANGES:
-            raise InvalidScheduleError(f"{schedule.name}: attention on more than {MAX_RANGES} ranges of rows")
+        check_schedule(schedule, operators)
     return tuple(schedules)
 
 

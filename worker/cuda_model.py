@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from autosearch.operators import ATTENTION, layer_operators
-from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.operators import ATTENTION, Operator, layer_operators
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
 from worker.folded_norms import ADD, NO_PASS, SCALED, is_folded
@@ -105,8 +105,10 @@ class CudaModel:
         """Let graph keys name these. Before any capture. Raises InvalidScheduleError or PartitionError."""
         operators = layer_operators(self.spec)
         for schedule in schedules:
-            schedule.validate(operators)
-            is_folded(schedule)
+            check_schedule(schedule, operators)
+            known = self._schedules.get(schedule.name, schedule)
+            if known.operations != schedule.operations:
+                raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")
             order = LaneOrder(schedule, operators, self.num_sms)
             if self._device.type == "cuda" and order.partitions:
                 if not isinstance(self._streams, CudaStreams):
@@ -371,6 +373,14 @@ def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:
 
 def _nothing(layer: int, rows: _Rows) -> None:
     """An operator that is left out: a batch without prefill chunks has no prefill attention."""
+
+
+def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator]) -> None:
+    """Raises InvalidScheduleError for what a GPU model of these operators cannot run."""
+    schedule.validate(operators)
+    is_folded(schedule)
+    if len(schedule.boundaries()) > MAX_RANGES:
+        raise InvalidScheduleError(f"{schedule.name}: rows are cut into more than {MAX_RANGES} ranges")
 
 
 def unsupported(spec: ModelSpec) -> str:

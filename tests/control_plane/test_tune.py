@@ -55,7 +55,7 @@ def test_the_fastest_of_each_batch_is_written_with_its_figures(engine, tmp_path,
         assert schedule.decode_share == batch["num_decodes"] / 256
         assert schedule.gpu == "cpu"
         assert set(batch["finalists"]) <= {"sequential-256", "sequential-256-folded", *batch["screened"]}
-        assert "decode-beside-256-128-0.500-1" in batch["screened"]
+        assert "mine" in batch["screened"]
 
 
 def test_all_candidates_sample_the_same_tokens(engine):
@@ -83,6 +83,15 @@ def test_batches_that_cannot_be_are_refused(engine, tmp_path, batches):
 def test_batches_that_do_not_fit_are_refused(engine, tmp_path):
     with pytest.raises(ConfigError, match="lower"):
         run(engine, Batches((256,), (0.5,), (5000,), 8), tmp_path, effort=QUICK)
+
+
+def test_candidates_of_one_name_are_refused(engine, tmp_path):
+    text = sequential(layer_operators(ModelSpec.from_folder(engine.model)), 256).to_json()
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "same.json").write_text(text)
+    with pytest.raises(ConfigError, match="two candidates are named same"):
+        run(engine, Batches((256,), (0.5,), (24,), 8), tmp_path / "out", [tmp_path / "one", tmp_path / "other"], QUICK)
 
 
 def test_a_broken_candidate_is_named(engine, tmp_path):

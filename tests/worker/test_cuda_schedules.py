@@ -161,3 +161,24 @@ def test_schedules_that_cannot_run_are_refused_before_anything_is_loaded(random_
     rest = sequential(operators, ROWS).operations[3:]
     refused(replace(half, operations=(*half.operations, *rest)), InvalidScheduleError, "everywhere or nowhere")
     refused(nanobatch_only(operators, ROWS, 16), InvalidScheduleError, "more than 15 ranges")
+
+
+def test_two_schedules_of_one_name_are_told_apart_or_refused(random_model, tmp_path):
+    """Files by their own names; within a process a second one of a name is not taken for the first."""
+    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    operators = layer_operators(ModelSpec.from_folder(folder))
+    expected, _ = run(config_for(folder, "cpu"))
+    files = []
+    for rows in (64, ROWS):
+        path = tmp_path / f"of {rows}.json"
+        path.write_text(replace(decode_beside(operators, rows, rows // 2, 0.5), name="mine").to_json())
+        files.append(path)
+    tokens, num_overlapped = run(config_for(folder, "cpu", files))
+    assert tokens == expected
+    assert num_overlapped > 2
+    executor = CudaExecutor(config_for(folder, "cpu"))
+    first, second = (replace(decode_beside(operators, ROWS, cut, 0.5), name="mine") for cut in (64, 100))
+    executor.model.use_schedules([first, first])
+    with pytest.raises(InvalidScheduleError, match="two schedules are named 'mine'"):
+        executor.model.use_schedules([second])
+    executor.close()
