@@ -118,7 +118,7 @@ class PageSaves:
             return False
         self.num_moved += 1
         for digest in digests:
-            self._backlog.claim(digest)
+            self._backlog.send(digest)
         if pages:
             self._residence.hold(pages)
             self._evacuations.append(_Evacuation(request, list(zip(pages, digests)), set(pages), now + _COMING_S))
@@ -226,11 +226,13 @@ class PageSaves:
 
     def check_integrity(self) -> None:
         """Assert that moves and what is known of them agree."""
-        self._backlog.check_integrity()
         stores = [move for move in self._moves if move.kind is MoveKind.STORE]
+        on_way = [digest for move in stores for digest in move.digests]
+        self._backlog.check_integrity(on_way + [digest for each in self._evacuations for _, digest in each.waiting])
         assert self._evacuation_of.keys() <= {move.number for move in stores}, "an evacuation's move is lost"
         by_policy = [move for move in stores if move.number not in self._evacuation_of]
-        assert self._num_storing == sum(len(move.page_ids) for move in by_policy), "saves miscounted"
+        chosen = [digest for move in by_policy for digest in move.digests]
+        assert self._num_storing == len(chosen) == len(set(chosen)), "saves miscounted, or a page is in two of them"
         moving = [move for move in stores if move.number in self._evacuation_of]
         for evacuation in self._evacuations:
             pages = [

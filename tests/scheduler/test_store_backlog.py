@@ -1,5 +1,7 @@
 """What is still to be given to the store."""
 
+import pytest
+
 from scheduler.store_backlog import StoreBacklog
 
 A, B, C, D = (bytes([i]) for i in range(4))
@@ -81,6 +83,39 @@ def test_a_claimed_page_goes_before_all_that_wait_and_once() -> None:
     assert [backlog.knows(each) for each in (A, B, C, D)] == [True, True, False, False]
     backlog.failed([C])
     assert backlog.claim(C)
+    backlog.check_integrity()
+
+
+@pytest.mark.parametrize("first_arrives", [False, True])
+@pytest.mark.parametrize("second_arrives", [False, True])
+def test_a_page_that_is_given_twice_at_once_waits_for_neither_before_both_are_over(
+    first_arrives: bool, second_arrives: bool
+) -> None:
+    """As when the request that computed it is preempted; the store's memory of one page is soon another's."""
+    backlog = StoreBacklog(10, 1)
+    backlog.offer([A])
+    assert backlog.take() == A
+    backlog.send(A)
+    for arrives in (first_arrives, second_arrives):
+        backlog.offer([A])
+        assert not len(backlog)
+        assert not backlog.claim(A)
+        backlog.given_up(A)
+        (backlog.stored if arrives else backlog.failed)([A])
+        backlog.learn([B])
+        backlog.check_integrity()
+    assert backlog.num_dropped == 0
+    backlog.offer([A])
+    assert take_all(backlog) == [A]
+
+
+def test_a_page_that_waits_is_given_once_when_it_is_sent_ahead() -> None:
+    backlog = StoreBacklog(10, 10)
+    backlog.offer([A, B])
+    backlog.send(B)
+    assert take_all(backlog) == [A]
+    backlog.stored([B])
+    assert backlog.knows(B)
     backlog.check_integrity()
 
 

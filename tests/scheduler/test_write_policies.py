@@ -282,3 +282,24 @@ def test_nobody_else_is_preempted_for_pages_that_are_being_evacuated() -> None:
     driver.check_baseline()
     assert driver.num_preemptions == 1
     assert driver.count_moves().num_requests_moved == 1
+
+
+@pytest.mark.parametrize("num_good", [0, 1])
+@pytest.mark.parametrize("known_pages", [1, 1000])
+def test_pages_that_two_saves_have_wait_for_a_third_only_after_both(num_good: int, known_pages: int) -> None:
+    """Pages are on their way by policy when their request is preempted; that save fails, and then they miss."""
+    use = StoreConfig(PrefetchPolicy.BEST_EFFORT, pages_per_step=3, backlog_pages=4, known_pages=known_pages)
+    capacity = make_capacity(num_pages=17, page_size=1, max_slots=3, max_model_len=40, batch_tokens=6)
+    driver = Driver(capacity, SchedulerConfig(max_passes=0, lookahead=1, store=use), FakeStore())
+    driver.mover.delay, driver.mover.num_good = 9, num_good
+    driver.add(make_request("a", make_prompt(11), max_tokens=4))
+    driver.add(*(make_request(f"b{i}", make_prompt(5), max_tokens=7) for i in range(3)))
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+    first, second = driver.mover.moves[:2]
+    assert set(first.digests) < set(second.digests)
+    driver.mover.heal()
+    run_one(driver, "c", make_prompt(11))
+    assert driver.store is not None
+    assert driver.store.pages.keys() >= set(second.digests)
