@@ -106,6 +106,8 @@ class CudaModel:
         operators = layer_operators(self.spec)
         for schedule in schedules:
             check_schedule(schedule, operators)
+            if is_folded(schedule) and self._residual.dtype == torch.float16:
+                raise InvalidScheduleError(f"{schedule.name}: rows before their norm do not fit float16: use bfloat16")
             known = self._schedules.get(schedule.name, schedule)
             if known.operations != schedule.operations:
                 raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")

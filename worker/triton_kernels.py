@@ -72,6 +72,7 @@ class TritonKernels:
         how: How = ANY_WAY,
         norm: Norm | None = None,
     ) -> None:
+        # What shares the device with others takes neither workspaces nor times of the whole device.
         if norm or (how != ANY_WAY and w.shape[0] % 8 == 0):
             sms, tile = how.sms or self._sms, self._tile(how)
             squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
@@ -85,7 +86,9 @@ class TritonKernels:
                 torch.addmm(bias, x, w.t(), out=out)
 
         rows, columns = x.shape[0], w.shape[0]
-        if self._choice.is_skinny(rows, w.shape[1]):
+        if how != ANY_WAY:
+            cublas()
+        elif self._choice.is_skinny(rows, w.shape[1]):
             tile = self._choice.skinny_tile(columns, w.shape[1])
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, bias=bias)
         elif rows < self._choice.MEASURED_ROWS or columns % 8:  # TMA wants rows of whole 16 bytes
@@ -104,11 +107,11 @@ class TritonKernels:
         how: How = ANY_WAY,
         norm: Norm | None = None,
     ) -> None:
-        if norm and block != self._gemm.GATE_BLOCK:
+        if (norm or how != ANY_WAY) and block != self._gemm.GATE_BLOCK:
             self.linear(x, w, None, both, how, norm)
             self._elementwise.silu_mul(both, out, block)
             return
-        if norm or (how != ANY_WAY and block == self._gemm.GATE_BLOCK):
+        if norm or how != ANY_WAY:
             squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
             self._gemm.linear(x, w, out, sms=how.sms or self._sms, silu_mul=True, squares=squares, eps=eps)
             return

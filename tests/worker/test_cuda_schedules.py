@@ -46,10 +46,11 @@ def schedules(folder) -> dict[str, PipelineSchedule]:
     }
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])  # the latter has biases
 @pytest.mark.parametrize("device", DEVICES)
-def test_folded_norms_give_the_same_tokens_in_any_schedule(device, random_model, tmp_path):
+def test_folded_norms_give_the_same_tokens_in_any_schedule(device, family, random_model, tmp_path):
     """To each other, and on a CPU, where nothing is rounded, to norms that are passes of their own."""
-    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    folder = random_model(family, **SHAPE, max_position_embeddings=512)
     seen = {}
     for name, schedule in schedules(folder).items():
         folded = fold_norms(replace(schedule, name=name.replace(" ", "-")))

@@ -1,5 +1,5 @@
 // What decode_attention.cu needs of a GPU, emulated on a CPU: every thread of a block is a coroutine of its own, which
-// runs until it must wait for others. Instructions of a whole warp follow the PTX manual's tables of fragments.
+// runs until it must wait for others, in an order that is drawn. Instructions of a whole warp follow the PTX manual's tables of fragments.
 #include <ucontext.h>
 #include <algorithm>
 #include <cmath>
@@ -7,6 +7,8 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
+#include <random>
 #include <vector>
 
 typedef unsigned short T16;
@@ -14,6 +16,8 @@ struct uint4 { unsigned x, y, z, w; };
 struct float4 { float x, y, z, w; };
 static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+constexpr int MOST_SHARED = 1 << 16;
 
 struct Barrier {
     int size, arrived = 0, round = 0;
@@ -53,12 +57,19 @@ static int lane_of_current() { return current % 32; }
 
 #define DEVICE static
 #define KERNEL static void
-#define SHARED(type, name) block->shared.resize(sizeof(type)); type& name = *(type*)block->shared.data()
+#define SHARED(type, name) static_assert(sizeof(type) <= MOST_SHARED); type& name = *(type*)block->shared.data()
 #define THREAD current
 #define SYNC_THREADS() wait(block->barrier)
 #define THREAD_FENCE()
 static void after_previous() {}
-static int atomicAdd(int* to, int more) { const int before = *to; *to += more; return before; }
+static void let_others_go_on() { swapcontext(&threads[current]->context, &scheduler); }
+static int atomicAdd(int* to, int more) {
+    let_others_go_on();
+    const int before = *to;
+    *to += more;
+    let_others_go_on();
+    return before;
+}
 
 static float value_of(T16 bits) {
 #ifdef BF16
@@ -156,30 +167,44 @@ static void mma(float* c, unsigned a0, unsigned a1, unsigned a2, unsigned a3, un
     memcpy(c, sums, sizeof(sums));
 }
 
-// Runs the blocks of a launch one after the other.
+// Runs the blocks of a launch beside each other: which block goes on, which of its threads and in what order is drawn.
 static void launch(int num_blocks, const std::function<void()>& kernel) {
+    static std::mt19937 draw(1);
     static std::function<void()> body;
     body = kernel;
+    std::vector<std::unique_ptr<Block>> blocks;
+    std::vector<std::vector<std::unique_ptr<Thread>>> all(num_blocks);
     for (int number = 0; number < num_blocks; ++number) {
-        Block own;
-        block = &own;
-        threads.clear();
+        blocks.push_back(std::make_unique<Block>());
+        blocks[number]->shared.assign(MOST_SHARED, (char)0xff);  // what was never written is not a number
         for (int i = 0; i < WARPS * 32; ++i) {
-            threads.push_back(std::make_unique<Thread>());
-            Thread& thread = *threads.back();
+            all[number].push_back(std::make_unique<Thread>());
+            Thread& thread = *all[number].back();
             getcontext(&thread.context);
             thread.context.uc_stack.ss_sp = thread.stack.data();
             thread.context.uc_stack.ss_size = thread.stack.size();
             thread.context.uc_link = &scheduler;
             makecontext(&thread.context, (void (*)())+[] { body(); threads[current]->done = true; }, 0);
         }
-        for (bool running = true; running;) {
-            running = false;
-            for (current = 0; current < WARPS * 32; ++current)
-                if (!threads[current]->done) {
-                    running = true;
-                    swapcontext(&scheduler, &threads[current]->context);
-                }
-        }
+    }
+    std::vector<int> order(WARPS * 32), open(num_blocks);
+    std::iota(order.begin(), order.end(), 0);
+    std::iota(open.begin(), open.end(), 0);
+    while (!open.empty()) {
+        const int place = draw() % open.size(), number = open[place];
+        block = blocks[number].get();
+        threads.swap(all[number]);
+        std::shuffle(order.begin(), order.end(), draw);
+        int left = 1 + draw() % (WARPS * 32);  // only some of its threads go on now
+        bool any = false;
+        for (int i : order)
+            if (!threads[i]->done) {
+                any = true;
+                if (left-- <= 0) break;
+                current = i;
+                swapcontext(&scheduler, &threads[i]->context);
+            }
+        threads.swap(all[number]);
+        if (!any) open.erase(open.begin() + place);
     }
 }
