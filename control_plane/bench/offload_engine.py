@@ -48,6 +48,7 @@ from worker.backend import open_prefix_store
 from worker.store_client import open_store
 
 RETURN_OUTPUT = 16  # tokens of the answers in the return part
+_CHECK_TRIES, _CHECK_PAUSE_S = 3, 0.25
 _RECONNECT_TRIES, _RECONNECT_PAUSE_S = 40, 0.25
 RETURN_PROMPT = 64  # new tokens with which a conversation returns
 
@@ -150,6 +151,7 @@ def run(engine: EngineConfig, options: EngineOptions) -> dict[str, Any]:
         store = StoreProcess(StoreSize(options.cpu_bytes, options.ssd_dir, options.ssd_bytes))
         engine = replace(engine, kv_store=store.address)
     try:
+        _check_answers(engine)
         with closing(Bench(engine, options, store)) as bench:
             result = _measure(bench, engine, options)
     finally:
@@ -157,6 +159,16 @@ def run(engine: EngineConfig, options: EngineOptions) -> dict[str, Any]:
             store.close()
     print(json.dumps(result), flush=True)
     return result
+
+
+def _check_answers(engine: EngineConfig) -> None:
+    """Raise ConfigError where the store does not: before a model is loaded."""
+    with closing(open_store(single_rank_config(engine))) as client:
+        for _ in range(_CHECK_TRIES):
+            if client.stats() is not None:
+                return
+            time.sleep(_CHECK_PAUSE_S)
+    raise ConfigError(f"kv-store={engine.kv_store}: there is no store, or it does not answer")
 
 
 def _measure(bench: Bench, engine: EngineConfig, options: EngineOptions) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from control_plane.bench import offload_engine
 from control_plane.bench.offload_engine import run
 from control_plane.bench.offload_options import EngineOptions
 from control_plane.bench.offload_player import Answer, Pace, Session, play
@@ -88,6 +89,14 @@ def test_what_cannot_be_measured_is_refused(engine, changes, problem):
     options = EngineOptions(limit=2, length_scale=0.1, repeats=1, return_len=200, cpu_bytes=CPU_BYTES)
     with pytest.raises(ConfigError, match=problem):
         run(replace(engine, **changes), replace(options, return_repeats=0) if "kv_store" in changes else options)
+
+
+def test_a_store_that_is_not_there_is_told_before_a_model_is_loaded(engine, monkeypatch):
+    from dataclasses import replace
+
+    monkeypatch.setattr(offload_engine, "open_engine", lambda *_: pytest.fail("a model is loaded"))
+    with pytest.raises(ConfigError, match="there is no store"):
+        run(replace(engine, kv_store="unix:/tmp/nope.sock"), EngineOptions(limit=2))
 
 
 def test_a_store_that_cannot_start_says_why():
