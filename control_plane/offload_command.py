@@ -57,7 +57,8 @@ def simulate(
         int, typer.Option(min=0, metavar="N", help="Hits after which a page is copied to SSD.")
     ] = _DEFAULTS.ssd_after_hits,
     num_engines: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Engines that share the store; requests go to them at random.")
+        int,
+        typer.Option(min=1, max=1024, metavar="N", help="Engines that share the store; requests go to them at random."),
     ] = _DEFAULTS.num_engines,
     timed: Annotated[
         bool, typer.Option("--timed", help="Play a trace at a GPU's speed; by default its order alone counts.")

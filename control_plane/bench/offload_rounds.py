@@ -32,6 +32,7 @@ MEAN_ROUNDS = 3.3
 ARRIVALS_PER_S = 20.0
 MEDIAN_PAUSE_S, PAUSE_SIGMA = 20.0, 1.0
 MAX_TOKENS = 8192  # of a conversation: one that would grow longer ends before
+_MOST_READ = 1 << 20  # tokens of a conversation in a file: no model has more, and all of them are made
 
 _SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 PROMPT_QUANTILES = (2, 3, 5, 12, 28, 82, 302, 432, 750, 3894)  # tokens at these shares
@@ -121,7 +122,11 @@ def read(path: Path) -> list[Conversation]:
                     raise ValueError(f"round {row['round']} of conversation {row['conversation']} is out of place")
                 if not 0 <= each.wait_s < math.inf:
                     raise ValueError(f"conversation {row['conversation']} waits {row['wait_s']} s")
+                if int(row["conversation"]) < 0:
+                    raise ValueError(f"conversation {row['conversation']} has a negative number")
                 rounds.append(each)
+                if sum(each.prompt_tokens + each.output_tokens for each in rounds) > _MOST_READ:
+                    raise ValueError(f"conversation {row['conversation']} has more than {_MOST_READ} tokens")
     except (OSError, UnicodeDecodeError, csv.Error, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"rounds={path}: columns {', '.join(_COLUMNS)} are expected: {error}") from None
     if not found:

@@ -87,7 +87,7 @@ class Outcome:
 
     def points_below_ideal(self) -> float:
         """Hits missing to the LRU of the same size, as percentage points of all pages asked for."""
-        return 100 * (self.ideal_hits - self.hits) / self.asked_pages
+        return 100 * (self.ideal_hits - self.hits) / max(self.asked_pages, 1)
 
 
 class _PlainIdentity(PageIdentity):

@@ -30,6 +30,7 @@ from control_plane.options import ConfigError
 
 KV_BYTES_PER_TOKEN = 131_072  # of LLaMA-3-8B in bfloat16: 32 layers, K and V, 8 heads of 128
 _LONGEST_TRACE = 1 << 14  # tokens that stand for a trace's longest prompt
+_MAX_GPU_PAGES, _MAX_STORE_PAGES = 1 << 24, 1 << 30  # Python's objects and the store's records have to fit here
 _BUDGETS = (0, *(1 << power for power in range(16, 21)))  # tokens
 _TRACE_BUDGETS = (0, *(1_000_000 * millions for millions in (1, 3, 10, 25, 50)))  # tokens
 
@@ -79,10 +80,14 @@ class Point:
 
 
 def node_of(options: SimulationOptions) -> Node:
-    """In pages. Raises ConfigError for budgets below a page."""
+    """In pages. Raises ConfigError for budgets below a page, or far beyond any memory."""
     page = BLOCK_TOKENS if options.mooncake else options.page_size
     if options.gpu_tokens < page:
         raise ConfigError(f"gpu-tokens is {options.gpu_tokens}: one page of {page} tokens is the least")
+    for name, most in (("gpu", _MAX_GPU_PAGES), ("cpu", _MAX_STORE_PAGES), ("ssd", _MAX_STORE_PAGES)):
+        tokens = getattr(options, f"{name}_tokens")
+        if tokens > most * page:
+            raise ConfigError(f"{name}-tokens is {tokens}: at most {most * page}, which is {most} pages, can be played")
     node = Node(
         page_size=BLOCK_PAGE if options.mooncake else options.page_size,
         gpu_pages=options.gpu_tokens // page,
@@ -153,7 +158,10 @@ def _plays(options: SimulationOptions, node: Node, sweeps: Sequence[Sweep]) -> I
     def play(sweep: str, label: str, node: Node, sessions: Sequence[Session] = work, tokens: int = page) -> Point:
         return Point(sweep, label, node, tokens, simulate(node, sessions, longest))
 
-    yield play("as given", f"{options.cpu_tokens >> 10}k tokens of CPU", node)
+    given = play("as given", f"{options.cpu_tokens >> 10}k tokens of CPU", node)
+    if not given.outcome.asked_pages:
+        raise ConfigError(f"no prompt fills a page of {page} tokens, so nothing can be hit: give longer ones")
+    yield given
     for sweep in sweeps:
         if sweep in (Sweep.CPU, Sweep.SSD):
             yield from _budgets(sweep, node, page, play)

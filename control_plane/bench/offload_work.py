@@ -19,6 +19,8 @@ from control_plane.options import ConfigError
 
 _VOCAB = 29_900
 BLOCK_TOKENS = 512  # that one hash id of a Mooncake trace stands for
+_MAX_TIMESTAMP_MS = 10**12  # 30 years
+_MAX_BLOCK = 2**31 - 1  # what a token can be
 BLOCK_PAGE = 2  # tokens that stand for such a block here: a page of its own
 
 
@@ -83,10 +85,14 @@ def read_blocks(path: Path, limit: int | None = None) -> list[BlockSession]:
                     break
                 row = json.loads(line)
                 blocks = [int(block) for block in row["hash_ids"]]
+                if not all(0 <= block <= _MAX_BLOCK for block in blocks):
+                    raise ValueError(f"request {number}: hash_ids must be 0 to {_MAX_BLOCK}")
+                if not 0 <= row["timestamp"] <= _MAX_TIMESTAMP_MS:
+                    raise ValueError(f"request {number}: timestamp must be 0 to {_MAX_TIMESTAMP_MS}")
                 num_leading = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
                 seen.update(blocks)
                 found.append(BlockSession(number, row["timestamp"] / 1000, blocks, num_leading * BLOCK_PAGE))
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"mooncake={path}: timestamp and hash_ids are expected on every line: {error}") from None
     if not found:
         raise ConfigError(f"mooncake={path}: there is no request in it")

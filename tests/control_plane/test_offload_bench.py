@@ -65,6 +65,8 @@ def test_the_committed_rounds_are_like_those_of_lmsys():
         ("conversation,round,wait_s,prompt_tokens,output_tokens\n0,1,0,5,5\n", "out of place"),
         ("conversation,round,wait_s,prompt_tokens,output_tokens\n0,0,0,0,5\n", "out of place"),
         ("conversation,round,wait_s,prompt_tokens,output_tokens\n0,0,inf,5,5\n", "waits"),
+        ("conversation,round,wait_s,prompt_tokens,output_tokens\n-1,0,0,5,5\n", "negative"),
+        ("conversation,round,wait_s,prompt_tokens,output_tokens\n0,0,0,1000000000000,5\n", "more than 1048576 tokens"),
     ],
 )
 def test_a_file_that_is_none_of_rounds_is_refused(tmp_path, text, problem):
@@ -225,7 +227,23 @@ def test_a_trace_names_blocks(tmp_path):
     assert [turn.wait_s for turn in turns] == [0.0, 1.5]
     outcome = simulate(Node(page_size=BLOCK_PAGE, gpu_pages=20, cpu_pages=64), sessions, 100)
     assert (outcome.hits, outcome.asked_pages) == (2, 6)
-    (tmp_path / "bad.jsonl").write_text("{}\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        '{"timestamp": 0, "hash_ids": [2147483648]}',
+        '{"timestamp": 0, "hash_ids": [-1]}',
+        '{"timestamp": 0, "hash_ids": [1e999]}',
+        '{"timestamp": NaN, "hash_ids": [1]}',
+        '{"timestamp": -5, "hash_ids": [1]}',
+        '{"timestamp": "0", "hash_ids": [1]}',
+        pytest.param("[" * 100_000, id="deep"),
+    ],
+)
+def test_what_is_no_trace_is_refused(tmp_path, line):
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
     with pytest.raises(ConfigError, match="hash_ids"):
         read_blocks(tmp_path / "bad.jsonl")
 
@@ -262,4 +280,9 @@ def test_the_command_refuses_what_cannot_be_played(tmp_path):
         return str(result.exception)
 
     assert "gpu-tokens" in refused("--gpu-tokens", "3")
+    for name in ("gpu", "cpu", "ssd"):
+        assert f"{name}-tokens" in refused(f"--{name}-tokens", str(10**30))
+    short = tmp_path / "short.csv"
+    short.write_text("conversation,round,wait_s,prompt_tokens,output_tokens\n0,0,0,5,5\n")
+    assert "no prompt fills a page" in refused("--rounds", str(short))
     assert "plot" in refused("--limit", "1", "--plot", "/proc/none.png")
