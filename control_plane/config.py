@@ -21,6 +21,8 @@ from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, WritePol
 from scheduler.scheduler_config import StoreConfig as StoreUse
 from worker.config import CPU_KV_CACHE_BYTES, DEVICE_DEFAULTS, WorkerConfig
 
+_MAX_CPU_BYTES, _MAX_SSD_BYTES = 1 << 60, 1 << 50  # slips of the hand; what a machine has is found out by asking it
+
 
 def _by_device(name: str) -> str:
     """The default of a WorkerConfig field that depends on the device."""
@@ -247,12 +249,17 @@ class LogConfig:
 class KVStoreOptions:
     """KV store: what `nanoflow kvstore` keeps, and where it listens."""
 
-    cpu_bytes: int = option("Bytes of shared memory for the CPU tier, all taken at the start.", default=4 << 30, low=1)
+    cpu_bytes: int = option(
+        "Bytes of shared memory for the CPU tier, all taken at the start.", default=4 << 30, low=1, high=_MAX_CPU_BYTES
+    )
     ssd_dir: Path | None = option(
         "Folder of the SSD tier, made if it is not there; for one store at a time.", default=None, unset="no SSD tier"
     )
     ssd_bytes: int = option(
-        "Bytes that the SSD tier may take, those found at the start included.", default=64 << 30, low=1
+        "Bytes that the SSD tier may take, those found at the start included.",
+        default=64 << 30,
+        low=1,
+        high=_MAX_SSD_BYTES,
     )
     ssd_after_hits: int = option(
         "Hits after which a record is copied to SSD; 0: every record, when it is put.",
@@ -264,6 +271,7 @@ class KVStoreOptions:
         "Bytes of the CPU tier that hold records of one size, so also the largest record.",
         default=default_of(KVServiceConfig, "slab_bytes"),
         low=4096,
+        high=_MAX_SSD_BYTES,
         unset="a 64th of the tier or 16 MiB if that is more, but at most an eighth and at most 1 GiB",
     )
     store_lease: float = option(
@@ -315,13 +323,17 @@ class OwnStoreConfig:
         "Bytes of memory for a KV store that the server starts; instead of --kv-store.",
         default=None,
         low=1,
+        high=_MAX_CPU_BYTES,
         unset="none is started",
     )
     kv_store_ssd_dir: Path | None = option(
         "Folder of its SSD tier, for one store at a time.", default=None, unset="no SSD tier"
     )
     kv_store_ssd_bytes: int = option(
-        "Bytes that its SSD tier may take.", default=default_of(KVStoreOptions, "ssd_bytes"), low=1
+        "Bytes that its SSD tier may take.",
+        default=default_of(KVStoreOptions, "ssd_bytes"),
+        low=1,
+        high=_MAX_SSD_BYTES,
     )
     kv_store_ssd_after_hits: int = option(
         "Hits after which a record is copied to its SSD tier; 0: every record at once, best for conversations.",

@@ -257,10 +257,15 @@ def _check(option: Option, source: str, given: object, *, text: bool) -> Any:
     if option.choices and value not in option.choices:
         raise ConfigError(f"{where}: must be one of {', '.join(option.choices)}")
     if option.low is not None and value < option.low:
-        raise ConfigError(f"{where}: must be at least {option.low:g}")
+        raise ConfigError(f"{where}: must be at least {_number(option.low)}")
     if option.high is not None and value > option.high:
-        raise ConfigError(f"{where}: must be at most {option.high:g}")
+        raise ConfigError(f"{where}: must be at most {_number(option.high)}")
     return value
+
+
+def _number(value: float) -> str:
+    """In full where it is whole: bytes are compared digit by digit."""
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 _EXPECTED = {

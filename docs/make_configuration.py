@@ -49,7 +49,7 @@ def _row(option: Option) -> str:
 
 def _bounds(option: Option) -> str:
     words = [f"at least {option.low:g}"] if option.low is not None else []
-    words += [f"at most {option.high:g}"] if option.high is not None and option.high < 2**53 else []
+    words += [f"at most {option.high:g}"] if option.high is not None and option.high < 2**50 else []
     return f" {' and '.join(words).capitalize()}." if words else ""
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from control_plane.config import KVStoreOptions
+from control_plane.config import KVStoreOptions, OwnStoreConfig
 from control_plane.kvstore_command import default_socket, listen_config, store_config
+from control_plane.options import ConfigError, load
 from kvstore.keys import StoreError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,6 +58,7 @@ def test_sizes_and_policies_reach_the_store(tmp_path):
         (["--cpu-bytes", "1048576", "--store-port", "0"], "needs a token"),
         (["--cpu-bytes", "1048576", "--ssd-dir", "/proc/nowhere"], "cannot be used"),
         (["--cpu-bytes", "9000000000000000"], "fewer cpu-bytes"),
+        (["--cpu-bytes", str(10**30)], "at most 1152921504606846976"),
     ],
 )
 def test_what_cannot_be_is_one_message_and_exit_code_2(flags, message, tmp_path):
@@ -68,6 +70,14 @@ def test_what_cannot_be_is_one_message_and_exit_code_2(flags, message, tmp_path)
     assert process.returncode == 2, error
     assert message in " ".join(error.replace("│", " ").split())
     assert "Traceback" not in error
+
+
+def test_slips_of_the_hand_are_refused_when_options_are_read():
+    for name in ("cpu_bytes", "ssd_bytes", "slab_bytes", "kv_store_cpu_bytes", "kv_store_ssd_bytes"):
+        with pytest.raises(ConfigError, match="must be at most"):
+            load((KVStoreOptions, OwnStoreConfig), flags={name: str(10**30)}, environ={})
+    with pytest.raises(ConfigError, match="must be at most"):
+        load((KVStoreOptions,), flags={"ssd_bytes": str(10**18)}, environ={})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
