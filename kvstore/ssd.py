@@ -186,17 +186,15 @@ class SsdTier:
             if self._residents.find(key) is not None:
                 return True
             offset = self._residents.reserve(payload_bytes) if whole else None
-            stale, self._stale = self._stale, set()
         if offset is None:
             self._counters.add("ssd_writes_refused")
             return False
         path, start = self._place(offset)
         try:
-            for segment in stale:
-                self._files.remove(self._path(segment))
+            self._remove_stale()
             self._files.write(path, start, slot)
         except OSError as error:
-            self._write_failed(offset, stale, error)
+            self._write_failed(offset, error)
             return False
         with self._lock:
             self._residents.publish(key, offset, payload_bytes)
@@ -206,7 +204,10 @@ class SsdTier:
         return True
 
     def save_index(self) -> None:
-        """Bring the index up to date; what is not there is lost with the process."""
+        """Bring the index up to date, and let go of files without records; what is not there is lost with the process.
+
+        Files that cannot be removed now are tried again, here and by `write`.
+        """
         with self._lock:
             changed, self._changed = self._changed, {}
             self._num_saving = len(changed)
@@ -215,6 +216,8 @@ class SsdTier:
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
         self._num_saving = 0
+        with suppress(OSError):
+            self._remove_stale()
         self._files.forget_changed()
 
     def close(self) -> None:
@@ -232,12 +235,23 @@ class SsdTier:
         with self._lock:
             self._residents.check_integrity()
 
-    def _write_failed(self, offset: int, stale: set[int], error: OSError) -> None:
+    def _remove_stale(self) -> None:
+        """Raises OSError; what is left then stays to be removed."""
+        with self._lock:
+            stale, self._stale = self._stale, set()
+        try:
+            for segment in sorted(stale):
+                self._files.remove(self._path(segment))
+                stale.discard(segment)
+        finally:
+            with self._lock:
+                self._stale |= stale
+
+    def _write_failed(self, offset: int, error: OSError) -> None:
         self._counters.add("ssd_write_errors")
         log.warning("nothing is written to %s for %g s: %s", self.folder, _SUSPENSION_S, error.strerror)
         self._suspended_until = self._clock() + _SUSPENSION_S
         with self._lock:
-            self._stale |= stale
             self._residents.cancel(offset)
 
     def _row(self, key: bytes) -> Row | None:

@@ -102,6 +102,32 @@ def test_the_least_recently_used_goes_first_and_the_budget_holds(folder):
     tier.stop()
 
 
+def test_files_without_records_go_with_the_next_save_of_the_index(folder):
+    tier = Tier(folder)
+    for key in keys(40):
+        tier.put(key)
+    assert len(segments(folder)) > 1
+    tier.ssd.clear()
+    assert tier.ssd.used_bytes == 0
+    tier.ssd.save_index()
+    assert segments(folder) == []
+    assert tier.put(b"next")
+    assert tier.get(b"next")
+    tier.stop()
+
+
+def test_a_write_that_is_refused_forgets_no_file_that_is_to_go(folder):
+    tier = Tier(folder)
+    for key in keys(40):
+        tier.put(key)
+    tier.ssd.clear()
+    slot = memoryview(bytearray(slot_bytes_for(PAYLOAD)))  # no record
+    assert not tier.ssd.write(b"torn", slot, PAYLOAD)
+    assert tier.put(b"next")
+    assert len(segments(folder)) == 1
+    tier.stop()
+
+
 def test_a_restart_finds_the_records_and_their_order(folder):
     tier = Tier(folder)
     for key in keys(CAPACITY):
