@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstore.address import MAX_SOCKET_PATH_BYTES
 from kvstore.keys import StoreError
 from kvstore.record import SLOT_ALIGNMENT
 
 MIN_CPU_BYTES = 1 << 16
 MIN_SSD_BYTES = 1 << 20
-_MAX_SOCKET_PATH_BYTES = 107  # of Linux
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,5 +73,18 @@ class ListenConfig:
             raise StoreError("TLS needs all of ssl_keyfile, ssl_certfile and ssl_ca_certs")
         if self.socket is None and not self.token and not all(tls):
             raise StoreError("a TCP port needs a token or certificates (mTLS); or use a Unix socket")
-        if self.socket is not None and len(os.fsencode(self.socket)) > _MAX_SOCKET_PATH_BYTES:
-            raise StoreError(f"{self.socket} is longer than the {_MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+        if self.socket is None and not all(tls) and not _is_this_machine(self.host):
+            raise StoreError(
+                f"store-host {self.host} can be reached over the network, where the token would go in clear: "
+                "use certificates (mTLS), or listen on 127.0.0.1 (engines are on this machine anyway)"
+            )
+        if self.socket is not None and len(os.fsencode(self.socket)) > MAX_SOCKET_PATH_BYTES:
+            raise StoreError(f"{self.socket} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+
+
+def _is_this_machine(host: str) -> bool:
+    """Whether an address is the loopback's, and so nobody else's."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

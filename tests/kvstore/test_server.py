@@ -116,6 +116,9 @@ async def test_a_tls_key_that_others_can_read_is_refused(serve, tmp_path):
     [
         ({}, "needs a token or certificates"),
         ({"token": ""}, "needs a token or certificates"),
+        ({"token": "secret", "host": "0.0.0.0"}, "in clear"),
+        ({"token": "secret", "host": "::"}, "in clear"),
+        ({"token": "secret", "host": "node-7"}, "in clear"),
         ({"token": "secret", "ssl_keyfile": "key.pem"}, "TLS needs all of"),
         ({"socket": "/tmp/" + "x" * 120}, "longer than"),
     ],
