@@ -87,7 +87,10 @@ class ReadLease(_Lease):
         if checksum is None:
             return False
         into[:] = self.view(number)
-        return self._is(number, xxh3_64_intdigest(into), checksum)
+        if xxh3_64_intdigest(into) != checksum:
+            self.reject(number)
+            return False
+        return True
 
     def view(self, number: int) -> memoryview:
         """A record's payload in the arena, for copy engines. The copy is to be trusted only if it has `checksum`."""
@@ -109,16 +112,6 @@ class ReadLease(_Lease):
     def reject(self, number: int) -> None:
         """Report a record whose copy is not whole."""
         self._on_corrupt(self.blocks[number].key, self.is_over)
-
-    def is_whole(self, number: int) -> bool:
-        """Whether a record in the arena is the one asked for, unharmed."""
-        checksum = self.checksum(number)
-        return checksum is not None and self._is(number, xxh3_64_intdigest(self.view(number)), checksum)
-
-    def _is(self, number: int, found: int, checksum: int) -> bool:
-        if found != checksum:
-            self.reject(number)
-        return found == checksum
 
 
 class WriteLease(_Lease):

@@ -42,10 +42,6 @@ class Lru:
         ordered = [self._keys[handle] for handle in self.oldest_first() if self._is_known(handle)]
         return list(dict.fromkeys([*ordered, *self._handles]))
 
-    def pins(self, handle: int) -> int:
-        """How many pins the key has."""
-        return self._pins[handle]
-
     def insert(self, key: bytes) -> int:
         """Add a key, not there yet, as the most recently used."""
         assert key not in self._handles

@@ -112,14 +112,6 @@ class SsdTier:
                 self._residents.lru.touch(handle)
             return handle is not None
 
-    def drop(self, key: bytes) -> None:
-        """Forget the key, if it is here."""
-        with self._lock:
-            handle = self._residents.find(key)
-            if handle is not None:
-                self._changed[key] = None
-                self._residents.drop(handle)
-
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
