@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +21,9 @@ from control_plane.bench.offload_store_process import StoreProcess, StoreSize
 from control_plane.config import EngineConfig
 from control_plane.main import app
 from control_plane.options import ConfigError
+from kvstore.client import ClientConfig, KVClient
+from kvstore.keys import KVKey
+from scheduler.move_costs import MoveCosts
 from scheduler.plan import RequestEnd
 from scheduler.request import FinishReason
 from scheduler.scheduler_config import SchedulerConfig
@@ -49,7 +54,22 @@ def engine(stories_folder):
     )
 
 
+@pytest.fixture
+def patient_client(monkeypatch):
+    """A busy machine may let the store answer late: that is no miss here."""
+    monkeypatch.setattr("kvstore.client.ClientConfig", partial(ClientConfig, call_timeout_s=5.0))
+
+
+@pytest.fixture
+def dear_prefill(monkeypatch):
+    """This model computes a page faster than any store brings it: as measured, next to nothing would be loaded."""
+    monkeypatch.setattr(MoveCosts, "compute_s", lambda self, num_pages: float(num_pages))
+
+
+@pytest.mark.usefixtures("patient_client", "dear_prefill")
 def test_both_sides_say_the_same_and_the_store_saves_prompt_tokens(engine, tmp_path, capsys):
+    """In so few pages that by itself the engine computes most conversations again."""
+    engine = replace(engine, num_gpu_blocks_override=20)
     options = EngineOptions(
         limit=12,
         length_scale=0.15,
@@ -67,7 +87,7 @@ def test_both_sides_say_the_same_and_the_store_saves_prompt_tokens(engine, tmp_p
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
     without, with_store = result["rounds"]
     assert without["cpu_cached_tokens"] == 0 < with_store["cpu_cached_tokens"]
-    assert with_store["computed_tokens"] < without["computed_tokens"]
+    assert with_store["computed_tokens"] < 0.8 * without["computed_tokens"]
     assert with_store["prompt_tokens"] == without["prompt_tokens"]
     assert result["outputs"]["equal"] == result["outputs"]["compared"] == result["num_requests"]
     cached = {row["label"]: row["cached_tokens"] for row in result["returns"]}
@@ -84,16 +104,12 @@ def test_both_sides_say_the_same_and_the_store_saves_prompt_tokens(engine, tmp_p
     ],
 )
 def test_what_cannot_be_measured_is_refused(engine, changes, problem):
-    from dataclasses import replace
-
     options = EngineOptions(limit=2, length_scale=0.1, repeats=1, return_len=200, cpu_bytes=CPU_BYTES)
     with pytest.raises(ConfigError, match=problem):
         run(replace(engine, **changes), replace(options, return_repeats=0) if "kv_store" in changes else options)
 
 
 def test_a_store_that_is_not_there_is_told_before_a_model_is_loaded(engine, monkeypatch):
-    from dataclasses import replace
-
     monkeypatch.setattr(offload_engine, "open_engine", lambda *_: pytest.fail("a model is loaded"))
     with pytest.raises(ConfigError, match="there is no store"):
         run(replace(engine, kv_store="unix:/tmp/nope.sock"), EngineOptions(limit=2))
@@ -105,9 +121,6 @@ def test_a_store_that_cannot_start_says_why():
 
 
 def test_a_store_keeps_what_is_on_ssd_over_a_restart(tmp_path):
-    from kvstore.client import ClientConfig, KVClient
-    from kvstore.keys import KVKey
-
     store = StoreProcess(StoreSize(1 << 20, tmp_path, 8 << 20))
     try:
         client = KVClient(ClientConfig(store.address, call_timeout_s=5.0))
