@@ -161,14 +161,16 @@ class PipelineSchedule:
 
     @classmethod
     def from_file(cls, path: str | Path) -> PipelineSchedule:
-        """Read a schedule file. Raises OSError where it cannot be read, InvalidScheduleError as `from_json` does.
-
-        Its name becomes the file's, without the ending: of the schedules in one folder, no two have the same.
-        """
+        """Read a schedule file. Raises OSError where it cannot be read, InvalidScheduleError as `from_json` does."""
         try:
-            return replace(cls.from_json(read_text(Path(path))), name=Path(path).stem)
+            return cls.from_json(read_text(Path(path)))
         except PlainDataError as error:
             raise InvalidScheduleError(f"{path} is no pipeline schedule: {error}") from None
+
+
+def named_by_file(path: Path) -> PipelineSchedule:
+    """`PipelineSchedule.from_file`, with the file's name: of the schedules in one folder, no two have the same."""
+    return replace(PipelineSchedule.from_file(path), name=path.stem)
 
 
 def overlap(one: NanoOperation, other: NanoOperation) -> bool:

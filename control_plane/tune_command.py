@@ -18,7 +18,7 @@ import torch
 
 from autosearch.decode_beside import DecodeBeside
 from autosearch.operators import layer_operators
-from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file, sequential
 from autosearch.schedule_store import INDEX
 from control_plane.bench.gpu_meter import GpuMeter
 from control_plane.config import EngineConfig
@@ -122,7 +122,7 @@ def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:
             if file.name == INDEX:
                 continue
             try:
-                schedule = PipelineSchedule.from_file(file)
+                schedule = named_by_file(file)
             except (OSError, InvalidScheduleError) as error:
                 raise ConfigError(f"candidates={file}: {error}") from None
             if schedule.batch_tokens == rows:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, nanobatch_only
+from autosearch.pipeline import PipelineSchedule, named_by_file, nanobatch_only
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
@@ -249,7 +249,7 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
 def read_schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
     """The schedules to hold beside the sequential ones. Raises InvalidScheduleError."""
     operators = layer_operators(spec)
-    schedules = [PipelineSchedule.from_file(path) for path in config.schedule_files]
+    schedules = [named_by_file(path) for path in config.schedule_files]
     if config.nano_batches > 1:
         rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > _NO_PREFILL_ROWS]
         schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
