@@ -101,6 +101,21 @@ def test_an_end_while_a_preempted_request_is_still_in_flight(when: str) -> None:
     driver.check_baseline()
 
 
+def test_an_end_tells_of_a_preemption_whose_start_nobody_was_told_of() -> None:
+    """Preempted, placed again, and preempted once more before the result that would tell of it."""
+    driver = Driver(make_capacity(16, 1, 1, 40, batch_tokens=1), SchedulerConfig(enable_prefix_caching=False))
+    driver.add(make_request("r", make_prompt(3), max_tokens=1))
+    for _ in range(2):
+        for _ in range(2):
+            driver.step()
+        driver.scheduler._residence.preempt(0)
+    assert driver.starts["r"].num_preemptions == 0
+    driver.cancel("r")
+    assert driver.ends["r"].num_preemptions == 2
+    driver.run()
+    driver.check_baseline()
+
+
 def test_the_latest_arrival_goes_first_and_the_oldest_never() -> None:
     driver = Driver(make_capacity(20, 4, 8, 80, batch_tokens=16))
     mislead(driver)
