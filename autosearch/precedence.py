@@ -13,6 +13,7 @@ from functools import cached_property
 from autosearch.operators import Operator
 
 _LAYERS = 4  # unrolled; what runs beside a layer belongs to it or to its neighbours
+Wait = tuple[int, int]  # for an operation, by index, of so many layers back
 _ROUNDING = 1e-6
 
 
@@ -44,7 +45,7 @@ class ChainedLayers:
     operators: tuple[Operator, ...]
 
     @cached_property
-    def waits(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+    def waits(self) -> tuple[tuple[Wait, ...], ...]:
         """For each operation what it waits for: (index, layers back), rows, lane and explicit waits together."""
         return tuple(tuple(sorted(set(self._waits_of(index)))) for index in range(len(self.operations)))
 
@@ -76,7 +77,7 @@ class ChainedLayers:
     def concurrent(self) -> Iterator[tuple[int, ...]]:
         """Groups of operations, by index, that may all run at one moment; at most one per lane."""
         size = len(self.operations)
-        ancestors = self._ancestors()
+        ancestors = unrolled(self.waits)
         nodes = range(size, size * (_LAYERS - 1))  # the middle layers see all of their neighbours
         beside = {
             node: {
@@ -94,20 +95,6 @@ class ChainedLayers:
                     seen.add(key)
                     yield key
 
-    def _ancestors(self) -> list[int]:
-        """Bit sets of all that each unrolled operation comes after."""
-        size = len(self.operations)
-        ancestors: list[int] = []
-        for layer in range(_LAYERS):
-            for index in range(size):
-                bits = 0
-                for other, back in self.waits[index]:
-                    if layer >= back:
-                        node = (layer - back) * size + other
-                        bits |= 1 << node | ancestors[node]
-                ancestors.append(bits)
-        return ancestors
-
     def without_implied_waits(self) -> tuple[NanoOperation, ...]:
         """The operations, without the explicit waits that rows, lanes and other waits imply: each costs an event."""
         operations = self.operations
@@ -122,9 +109,7 @@ class ChainedLayers:
 
     def implies(self, index: int, other: int, back: int) -> bool:
         """Whether operation `index` comes after operation `other` of `back` layers before."""
-        size = len(self.operations)
-        node = (_LAYERS - 1 - back) * size + other
-        return bool(self._ancestors()[(_LAYERS - 1) * size + index] >> node & 1)
+        return comes_after(unrolled(self.waits), (index, 0), (other, back))
 
     def largest_share(self) -> tuple[float, tuple[int, ...]]:
         """The most SMs that may ever be asked for at once, and by which operations."""
@@ -135,6 +120,28 @@ class ChainedLayers:
         """Operations that may together ask for more than all SMs; empty when none do."""
         share, group = self.largest_share()
         return group if share > 1 + _ROUNDING else ()
+
+
+def unrolled(waits: Sequence[Sequence[Wait]]) -> list[int]:
+    """Bit sets of all that each operation of some chained layers comes after, layer by layer."""
+    size = len(waits)
+    before: list[int] = []
+    for node in range(_LAYERS * size):
+        layer, index = divmod(node, size)
+        bits = 0
+        for other, back in waits[index]:
+            if layer >= back:
+                earlier = (layer - back) * size + other
+                bits |= 1 << earlier | before[earlier]
+        before.append(bits)
+    return before
+
+
+def comes_after(before: Sequence[int], later: Wait, earlier: Wait) -> bool:
+    """Whether one operation comes after another, both as seen from the same layer; before: of `unrolled`."""
+    size = len(before) // _LAYERS
+    nodes = [(_LAYERS - 1 - back) * size + index for index, back in (later, earlier)]
+    return bool(before[nodes[0]] >> nodes[1] & 1)
 
 
 def _without(operation: NanoOperation, other: int, back: int) -> NanoOperation:

@@ -20,12 +20,12 @@ from autosearch.decode_beside import DecodeBeside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file, sequential
 from autosearch.schedule_store import INDEX
-from control_plane.bench.gpu_meter import GpuMeter
 from control_plane.config import EngineConfig
 from control_plane.engine import device_of, single_rank_config
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from worker.cuda_loading import LoadedModel, load_model
+from worker.power_meter import NvmlCard
 from worker.schedule_bench import ScheduleBench
 from worker.steady_batch import SteadyBatchError, SteadyMix, fill_pages, steady_plan
 from worker.tuner import Effort, Tuned, tune
@@ -64,14 +64,14 @@ def run(
     """
     mixes, began = list(batches.mixes()), time.perf_counter()
     loaded = _load(engine, batches.sizes)
-    meter = GpuMeter() if loaded.model.view.block.is_cuda else None
-    gpu = torch.cuda.get_device_name() if meter else "cpu"
+    card = NvmlCard() if loaded.model.view.block.is_cuda else None
+    gpu = torch.cuda.get_device_name() if card else "cpu"
     fill_pages(loaded.cache)
     out.mkdir(parents=True, exist_ok=True)
     found = []
     for mix in mixes:
         _say(f"batch of {mix.rows} rows, {mix.num_decodes} of them decodes with {mix.mean_context} tokens each")
-        tuned = _tune_one(loaded, mix, list(_read(proposed, mix.rows)), meter, effort)
+        tuned = _tune_one(loaded, mix, list(_read(proposed, mix.rows)), card, effort)
         name = f"measured-{mix.rows}-{mix.num_decodes}-{mix.mean_context}"
         best = replace(tuned.best, name=name, model=engine.model.resolve().name, gpu=gpu)
         (out / f"{name}.json").write_text(best.to_json() + "\n", encoding="utf-8")
@@ -99,7 +99,7 @@ def _load(engine: EngineConfig, sizes: tuple[int, ...]) -> LoadedModel:
 
 
 def _tune_one(
-    loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedule], meter: GpuMeter | None, effort: Effort
+    loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedule], card: NvmlCard | None, effort: Effort
 ) -> Tuned:
     spec, model = loaded.spec, loaded.model
     operators = layer_operators(spec)
@@ -107,7 +107,7 @@ def _tune_one(
         plan = steady_plan(loaded.limits, mix, num_pages=loaded.capacity.num_pages, vocab_size=spec.vocab_size)
     except SteadyBatchError as error:
         raise ConfigError(str(error)) from None
-    bench = ScheduleBench(model, plan, meter.joules if meter else lambda: 0.0)
+    bench = ScheduleBench(model, plan, card.joules if card else lambda: 0.0)
     family = DecodeBeside(operators, mix.rows, mix.num_decodes, model.num_sms)
     baseline = sequential(operators, mix.rows)
     return tune(bench, baseline, family, proposed, mix.workload, spec.num_layers, effort, _say)

@@ -27,7 +27,7 @@ from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
 from worker.page_copy_cuda import take_staging
-from worker.schedule_choice import ScheduleChoice
+from worker.schedule_choice import ScheduleChoice, may_be_chosen
 from worker.sharding import shard
 from worker.triton_kernels import TritonKernels
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
@@ -121,11 +121,11 @@ class _Loader:
             group = spec.num_heads // spec.num_kv_heads
             kernels = TritonKernels(device, spec.num_kv_heads, group, spec.head_dim, self._limits.max_partials)
         self._model = CudaModel(spec, weights, self._limits, kernels, self._max_len, device)
-        self._model.use_schedules(self._schedules)
+        self._model.use_schedules(self._served)
         if self._cuda and config.kv_store is not None:
             self._staging = take_staging(self._page_bytes, device)
         if self._cuda:
-            self._warm_up(_graph_keys(self._buckets, self._schedules), self._progress)
+            self._warm_up(_graph_keys(self._buckets, self._served), self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
         cache = KVCache(self._shape(num_pages), self._dtype, device)
         self._model.use_cache(cache)
@@ -152,6 +152,11 @@ class _Loader:
             ScheduleChoice(self._schedules) if self._schedules else None,
         )
 
+    @property
+    def _served(self) -> list[PipelineSchedule]:
+        """Of the schedules, those to have graphs of."""
+        return [schedule for schedule in self._schedules if may_be_chosen(schedule)]
+
     def _warm_up(self, keys: Sequence[GraphKey], progress: Progress) -> None:
         """Compile and choose all kernels, the largest batch first, on one page of cache."""
         self._model.use_cache(KVCache(self._shape(1), self._dtype, self._device))
@@ -177,7 +182,7 @@ class _Loader:
         self._schedules = tuple(schedule for schedule in self._schedules if schedule.batch_tokens <= fitted)
 
     def _capture(self) -> None:
-        keys, pool = _graph_keys(self._buckets, self._schedules), torch.cuda.graph_pool_handle()
+        keys, pool = _graph_keys(self._buckets, self._served), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
         for number, key in enumerate(keys):
             self._progress("capturing graphs", number / len(keys))
@@ -225,7 +230,7 @@ class _Loader:
             staging=staging,
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
-            graphs=len(_graph_keys(self._buckets, self._schedules)) * _GRAPH_BYTES,
+            graphs=len(_graph_keys(self._buckets, self._served)) * _GRAPH_BYTES,
         )
 
 

@@ -42,9 +42,22 @@ class NvmlCard:
     def sm_mhz(self) -> float:
         return float(self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM))
 
+    def watts(self) -> float:
+        """What the card draws, as it reports it."""
+        return float(self._nvml.nvmlDeviceGetPowerUsage(self._handle)) / 1e3
+
     def power_limit_watts(self) -> float:
         """What the card may draw."""
         return float(self._nvml.nvmlDeviceGetEnforcedPowerLimit(self._handle)) / 1e3
+
+    def memory_bytes_per_s(self) -> float:
+        """The memory's rate by its clock and width; 0 where the driver does not tell."""
+        nvml = self._nvml
+        try:
+            hertz = 1e6 * nvml.nvmlDeviceGetMaxClockInfo(self._handle, nvml.NVML_CLOCK_MEM)
+            return float(2 * hertz * nvml.nvmlDeviceGetMemoryBusWidth(self._handle) / 8)  # two transfers a clock
+        except (nvml.NVMLError, AttributeError):
+            return 0.0
 
     def driver(self) -> str:
         """Version of the driver."""

@@ -41,6 +41,17 @@ class _Cell:
         return max(share, abs(self.log_context - log_context) / CONTEXT_REACH)
 
 
+def _gain(schedule: PipelineSchedule) -> float:
+    """Over the sequential one, as measured; none where it was only predicted."""
+    measured = schedule.measured
+    return 0.0 if measured is None else measured.tokens_per_s_per_gpu / measured.sequential_tokens_per_s_per_gpu
+
+
+def may_be_chosen(schedule: PipelineSchedule) -> bool:
+    """Whether any batch may run by it: it is for all of its size, or was measured to be faster."""
+    return schedule.planned_for is None or _gain(schedule) > 1
+
+
 class ScheduleChoice:
     """The schedules of one engine by batch size. Those that say no batch are for all batches of their size."""
 
@@ -52,10 +63,7 @@ class ScheduleChoice:
             if work is None:
                 self._always[schedule.batch_tokens] = schedule.name
                 continue
-            gain = 0.0  # what was only predicted is not served
-            if (measured := schedule.measured) is not None:
-                gain = measured.tokens_per_s_per_gpu / measured.sequential_tokens_per_s_per_gpu
-            name = schedule.name if gain > 1 else SEQUENTIAL
+            gain, name = _gain(schedule), schedule.name if may_be_chosen(schedule) else SEQUENTIAL
             share, log_context = schedule.decode_share or 0.0, math.log2(max(1.0, schedule.mean_context or 0.0))
             self._cells.setdefault(schedule.batch_tokens, []).append(_Cell(share, log_context, name, gain))
 

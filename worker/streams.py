@@ -17,11 +17,9 @@ import torch
 
 from autosearch.operators import Operator
 from autosearch.pipeline import PipelineSchedule
-from autosearch.precedence import ChainedLayers, NanoOperation
+from autosearch.precedence import ChainedLayers, NanoOperation, Wait, comes_after, unrolled
 
-_LAYERS = 4  # unrolled: the last one's waits are those of all, as far as there are layers before
 GROUP_SMS = 8  # the smallest partition that Hopper makes
-Wait = tuple[int, int]  # operation by index, and how many layers back
 
 
 class PartitionError(RuntimeError):
@@ -107,21 +105,23 @@ class LaneOrder:
 
 def _events(waits: Sequence[Sequence[Wait]], places: Sequence[Place]) -> tuple[tuple[Wait, ...], ...]:
     """For each operation the waits for other places that nothing else implies: not its place's order, no other wait."""
-    size = len(places)
-    before: list[int] = []  # bit sets of all that each operation of the unrolled layers comes after
-    events: list[tuple[Wait, ...]] = []
-    for node in range(_LAYERS * size):
-        layer, index = divmod(node, size)
-        nodes = {(layer - back) * size + other: (other, back) for other, back in waits[index] if layer >= back}
-        mine = next((other for other in range(node - 1, -1, -1) if places[other % size] == places[index]), None)
-        direct = [*nodes, mine] if mine is not None else [*nodes]
-        needed = [n for n in nodes if n != mine and not any(before[other] >> n & 1 for other in direct)]
-        if layer == _LAYERS - 1:
-            events.append(tuple(nodes[n] for n in needed if places[n % size] != places[index]))
-        before.append(0)
-        for other in direct:
-            before[node] |= 1 << other | before[other]
-    return tuple(events)
+    orders = [(*waits[index], _previous(places, index)) for index in range(len(places))]
+    before = unrolled(orders)
+    return tuple(
+        tuple(
+            wait
+            for wait in waits[index]
+            if places[wait[0]] != places[index] and not any(comes_after(before, other, wait) for other in orders[index])
+        )
+        for index in range(len(places))
+    )
+
+
+def _previous(places: Sequence[Place], index: int) -> Wait:
+    """What the operation's place was given before it."""
+    mine = [i for i, place in enumerate(places) if place == places[index]]
+    position = mine.index(index)
+    return (mine[position - 1], 0) if position else (mine[-1], 1)
 
 
 def _places(schedule: PipelineSchedule, num_sms: int) -> tuple[Place, ...]:

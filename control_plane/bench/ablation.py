@@ -28,7 +28,7 @@ from control_plane.bench.ablation_plot import save_bars, title_of
 from control_plane.bench.ablation_steady import Ablation, MeteredBench, SteadyOptions
 from control_plane.bench.ablation_table import LoadResult, table
 from control_plane.bench.ablation_traces import Tracer
-from control_plane.bench.gpu_meter import GpuMeter, gemm_rate, memory_rate
+from control_plane.bench.gpu_meter import GpuMeter, gemm_rate
 from control_plane.config import EngineConfig
 from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
@@ -103,7 +103,7 @@ def _steady(engine: EngineConfig, options: Options) -> tuple[list[LoadResult], d
     results = []
     for load, mix, plan in zip(options.loads, mixes, plans):
         _say(f"load {load.name}: {mix.rows} rows, {mix.num_decodes} decodes of {mix.mean_context} KV tokens")
-        bench = ScheduleBench(loaded.model, plan, GpuMeter().joules if cuda else lambda: 0.0)
+        bench = ScheduleBench(loaded.model, plan, NvmlCard().joules if cuda else lambda: 0.0)
         metered = MeteredBench(bench, GpuMeter if cuda else None)
         ablation = Ablation(metered, layer_operators(loaded.spec), mix, loaded.model.num_sms, steady, _say)
         result, schedules = ablation.run(load.name, tuned)
@@ -145,7 +145,7 @@ def _tracer(engine: EngineConfig, options: Options, loaded: LoadedModel, device:
     options.traces.mkdir(parents=True, exist_ok=True)
     peaks = Peaks(0.0, 0.0)  # nothing is known of a CPU
     if loaded.model.view.block.is_cuda:
-        peaks = Peaks(gemm_rate(loaded.spec, loaded.dtype), memory_rate())
+        peaks = Peaks(gemm_rate(loaded.spec, loaded.dtype), NvmlCard().memory_bytes_per_s())
     return Tracer(options.traces, loaded.spec, engine.model.resolve().name, device, peaks, _say)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from autosearch.specs import ModelSpec
+from worker.power_meter import NvmlCard
 
 PERIOD_S = 0.5  # between two readings of power and clocks
 MEMORY_BYTES_PER_S = 4.3e12  # what decode attention and few-row GEMMs are held against: an H200's HBM in practice
@@ -17,11 +18,7 @@ class GpuMeter:
     """Reads the card in a thread of its own from start() to stop()."""
 
     def __init__(self) -> None:
-        import pynvml
-
-        pynvml.nvmlInit()
-        self._nvml: Any = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        self._card = NvmlCard()
         self._readings: list[tuple[float, int]] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._read, name="gpu-meter", daemon=True)
@@ -29,7 +26,7 @@ class GpuMeter:
 
     def joules(self) -> float:
         """The card's energy counter: since the driver was loaded."""
-        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3
+        return self._card.joules()
 
     def start(self) -> None:
         """Begin to read."""
@@ -50,10 +47,8 @@ class GpuMeter:
         }
 
     def _read(self) -> None:
-        nvml = self._nvml
         while True:
-            watts = nvml.nvmlDeviceGetPowerUsage(self._handle) / 1e3
-            self._readings.append((watts, nvml.nvmlDeviceGetClockInfo(self._handle, nvml.NVML_CLOCK_SM)))
+            self._readings.append((self._card.watts(), int(self._card.sm_mhz())))
             if self._stopping.wait(PERIOD_S):
                 return
 
@@ -85,19 +80,6 @@ def gemm_rate(spec: ModelSpec, dtype: torch.dtype, rows: int = 2048, seconds: fl
     end.record()
     end.synchronize()
     return float(flops * (count - count // 2) / (begin.elapsed_time(end) / 1e3))
-
-
-def memory_rate() -> float:
-    """Bytes per second of the current card's memory by its clock and width; 0 where the driver does not tell."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
-    try:
-        hertz = 1e6 * pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)
-        return float(2 * hertz * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8)  # two transfers a clock
-    except (pynvml.NVMLError, AttributeError):
-        return 0.0
 
 
 def parameters(spec: ModelSpec) -> int:

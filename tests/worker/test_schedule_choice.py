@@ -9,7 +9,7 @@ from autosearch.catalog import find_model
 from autosearch.decode_beside import decode_beside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import Figures, sequential
-from worker.schedule_choice import SEQUENTIAL, Choice, ScheduleChoice
+from worker.schedule_choice import SEQUENTIAL, Choice, ScheduleChoice, may_be_chosen
 
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
 ROWS = 2048
@@ -63,6 +63,12 @@ def test_a_schedule_for_no_batch_in_particular_is_for_all_of_its_size():
     choice = ScheduleChoice([sequential(OPERATORS, 512), *MEASURED])
     assert choice.choose(512, 3, 100) == Choice("sequential-512", True)
     assert choice.choose(ROWS, 1024, 1024 * 768) == Choice("half", True)
+
+
+def test_schedules_that_no_batch_may_run_by_are_known_beforehand():
+    """They need no graphs."""
+    assert [schedule.name for schedule in MEASURED if not may_be_chosen(schedule)] == ["few", "predicted"]
+    assert may_be_chosen(sequential(OPERATORS, 512))
 
 
 @given(decodes=st.integers(0, ROWS), context=st.floats(1, 1e5))
