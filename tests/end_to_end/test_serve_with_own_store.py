@@ -13,8 +13,6 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from control_plane.demo import start_server
 from control_plane.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
@@ -23,16 +21,6 @@ pytestmark = pytest.mark.ray
 ROOT = Path(__file__).parents[2]
 PROMPT = [7 * i % 101 for i in range(100)]  # 6 full pages of 16, and 4 tokens
 CPU_BYTES = (32 << 20) + 12345  # by which the store of this test is known
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = LlamaConfig(**shape, num_key_value_heads=4, vocab_size=101, max_position_embeddings=256)
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def stores() -> list[psutil.Process]:

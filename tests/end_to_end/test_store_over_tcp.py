@@ -11,23 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 import trustme
-from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
 PROMPT = ",".join(str(7 * i % 101) for i in range(100))  # 6 full pages of 16, and 4 tokens
 TOKEN = "correct-horse-battery-staple"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    shape = {"hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 8}
-    config = LlamaConfig(**shape, num_key_value_heads=4, vocab_size=101, max_position_embeddings=256)
-    torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Tiny random models, and a small planner that drives a worker without the scheduler."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from transformers import (
 )
 
 from scheduler.plan import IterationPlan, SlotStart
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the helpers beside the tests, which they import
 
 torch.set_num_threads(1)
 
@@ -219,3 +222,13 @@ def planner():
 def ask():
     """The class of the planner's requests."""
     return Ask
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A KV store of 16 MiB that is running."""
+    from kv_store_process import StoreProcess
+
+    process = StoreProcess(tmp_path)
+    yield process
+    process.stop()

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict
@@ -18,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kv_store_process import StoreProcess
 
 from kvstore.client import ClientConfig, KVClient
 from scheduler.loop import EngineLoop
@@ -31,42 +30,9 @@ from worker.cuda_executor import CudaExecutor
 
 torch.set_num_threads(1)
 
-ROOT = Path(__file__).parents[2]
 PAGE, NUM_TOKENS = 16, 12
 LENGTHS = (5, 40, 77, 130)
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class StoreProcess:
-    """`nanoflow kvstore` on a socket."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = f"unix:{folder / 'run' / 'kv.sock'}"
-        self._command = [sys.executable, "-m", "control_plane.main", "kvstore", "--cpu-bytes", str(16 << 20)]
-        self._command += ["--slab-bytes", str(1 << 20), "--socket", str(folder / "run" / "kv.sock")]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.process.stdout is not None
-        assert "ready" in self.process.stdout.readline()
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait(20)
-
-    def stats(self) -> dict[str, int]:
-        client = KVClient(ClientConfig(self.address))
-        found = client.stats() or {}
-        client.close()
-        return found
-
-
-@pytest.fixture
-def store(tmp_path):
-    process = StoreProcess(tmp_path)
-    yield process
-    process.stop()
 
 
 @pytest.fixture(autouse=True)

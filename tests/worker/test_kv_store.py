@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,34 +22,7 @@ from worker.config import WorkerConfig
 from worker.kv_cache import KVCacheShape
 from worker.store_keys import PageIdentity, fingerprint
 
-ROOT = Path(__file__).parents[2]
 PAGE, NUM_TOKENS = 8, 12
-
-
-class StoreProcess:
-    """`nanoflow kvstore` on a socket."""
-
-    def __init__(self, folder: Path) -> None:
-        self.address = f"unix:{folder / 'run' / 'kv.sock'}"
-        self._command = [sys.executable, "-m", "control_plane.main", "kvstore", "--cpu-bytes", str(16 << 20)]
-        self._command += ["--slab-bytes", str(1 << 20), "--socket", str(folder / "run" / "kv.sock")]
-        self.start()
-
-    def start(self) -> None:
-        self.process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-        assert self.process.stdout is not None
-        assert "ready" in self.process.stdout.readline()
-
-    def stop(self) -> None:
-        self.process.kill()
-        self.process.wait(20)
-
-
-@pytest.fixture
-def store(tmp_path):
-    process = StoreProcess(tmp_path)
-    yield process
-    process.stop()
 
 
 class Engine:

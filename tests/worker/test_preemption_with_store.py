@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,21 +15,7 @@ from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreCon
 from worker.backend import open_executor, open_prefix_store
 from worker.config import WorkerConfig
 
-ROOT = Path(__file__).parents[2]
 NUM_TOKENS = 60
-
-
-@pytest.fixture
-def address(tmp_path) -> Iterator[str]:
-    socket = tmp_path / "run" / "kv.sock"
-    command = [sys.executable, "-m", "control_plane.main", "kvstore", "--cpu-bytes", str(16 << 20)]
-    command += ["--slab-bytes", str(1 << 20), "--socket", str(socket)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    assert process.stdout is not None
-    assert "ready" in process.stdout.readline()
-    yield f"unix:{socket}"
-    process.kill()
-    process.wait(20)
 
 
 def generate(folder: Path, num_pages: int, store: StoreConfig, address: str | None) -> tuple[dict, list[OutputBatch]]:
@@ -71,11 +54,11 @@ def generate(folder: Path, num_pages: int, store: StoreConfig, address: str | No
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_preempted_requests_come_back_from_a_real_store(random_model, address, policy):
+def test_preempted_requests_come_back_from_a_real_store(random_model, store, policy):
     folder = Path(random_model("llama"))
     expected, _ = generate(folder, 200, StoreConfig(), None)
     use = StoreConfig(PrefetchPolicy.WAIT, max_wait_s=2.0, write_policy=policy)
-    tokens, batches = generate(folder, 30, use, address)
+    tokens, batches = generate(folder, 30, use, store.address)
     assert tokens == expected
     stats = [batch.stats for batch in batches if batch.stats is not None]
     assert sum(each.num_preemptions for each in stats) > 0

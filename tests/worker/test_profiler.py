@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profiled_device import FASTEST, NUM_SMS, PUBLISHED, FormulaDevice
 
 from autosearch.catalog import find_gpu, find_model
 from autosearch.operator_times import OperatorTimes, Target
@@ -31,10 +29,6 @@ from worker.profile_points import (
 from worker.profiler import Measurements, Reading, measure
 from worker.steady_batch import SteadyMix
 from worker.streams import WHOLE, Place
-
-sys.path.insert(0, str(Path(__file__).parent))  # for profiled_device
-
-from profiled_device import FASTEST, NUM_SMS, PUBLISHED, FormulaDevice
 
 LLAMA = find_model("llama-3-8b")
 OPERATORS = layer_operators(LLAMA.spec)

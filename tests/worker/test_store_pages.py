@@ -7,14 +7,13 @@ or the page is as it was.
 from __future__ import annotations
 
 import random
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulated_gpu import SimulatedGpu
 
 from kvstore.client_leases import Arrival, ReadLease, WriteLease
 from kvstore.keys import KVBlock
@@ -29,10 +28,6 @@ from worker.page_copy import CpuPageCopier
 from worker.page_copy_cuda import CudaPageCopier
 from worker.store_keys import PageIdentity
 from worker.store_pages import PageMover
-
-sys.path.insert(0, str(Path(__file__).parent))  # for simulated_gpu
-
-from simulated_gpu import SimulatedGpu
 
 torch.set_num_threads(1)
 
