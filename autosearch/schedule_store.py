@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autosearch.errors import AutosearchError
-from autosearch.pipeline import InvalidScheduleError, PipelineSchedule
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file
 from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 
 INDEX = "plans.json"
@@ -21,6 +21,21 @@ INDEX = "plans.json"
 
 class StoreError(AutosearchError):
     """The folder cannot be used."""
+
+
+def read_folder(folder: Path) -> tuple[PipelineSchedule, ...]:
+    """All schedules of a folder, named by their files. Raises StoreError where there is none, or one is unreadable."""
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is no folder; `nanoflow tune --out` makes one")
+    files = [path for path in sorted(folder.glob("*.json")) if path.name != INDEX]
+    if not files:
+        raise StoreError(f"no schedule lies in {folder}; `nanoflow tune` makes them")
+    try:
+        return tuple(named_by_file(path) for path in files)
+    except InvalidScheduleError as error:
+        raise StoreError(str(error)) from None
+    except OSError as error:
+        raise StoreError(f"{error.filename} cannot be read: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

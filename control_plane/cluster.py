@@ -24,6 +24,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from autosearch.pipeline import PipelineSchedule
 from control_plane.errors import StartError
 from control_plane.instance import InstanceLost
 from control_plane.pulse import first_done, until_silent
@@ -34,10 +35,12 @@ from scheduler.scheduler_config import SchedulerConfig
 from worker.actor import WorkerActor
 from worker.backend import open_prefix_store
 from worker.config import WorkerConfig
+from worker.schedule_sets import SchedulesRefusedError
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # the scheduler actor answers at least this often; workers are asked after each such pause
+PATIENCE_S = 3600.0  # for calls that may take long: an actor that is gone or silent is noticed otherwise
 SILENCE_S = 4.0  # an actor that does not answer for this long is taken for dead; busy ones answer
 
 
@@ -87,6 +90,23 @@ class RayInstance:
         """Drop the cached pages that no request uses; how many. Raises InstanceLost."""
         return int(await self._call(self._scheduler.flush_cache.remote()))
 
+    async def prepare_schedules(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        """Make a set ready on all ranks. Raises SchedulesRefusedError, in a rank's words, or InstanceLost."""
+        calls = [worker.prepare_schedules.remote(number, tuple(schedules)) for worker in self._workers]
+        results = await asyncio.gather(*(self._call(ref, PATIENCE_S) for ref in calls), return_exceptions=True)
+        for failure in [result for result in results if isinstance(result, BaseException)]:
+            raise failure  # only now, when no rank is still at it
+
+    async def use_schedules(self, number: int) -> None:
+        """Run later iterations by this set, on all ranks from the same one on. Raises InstanceLost."""
+        await self._call(self._scheduler.use_schedules.remote(number), PATIENCE_S)
+
+    async def drop_schedules(self, number: int) -> None:
+        """Free a set that is not to be used. Raises InstanceLost."""
+        await asyncio.gather(
+            *(self._call(worker.drop_schedules.remote(number), PATIENCE_S) for worker in self._workers)
+        )
+
     async def next_outputs(self) -> list[OutputBatch]:
         """Wait for the next outputs. Raises InstanceLost as soon as any of the actors is gone or silent."""
         while True:
@@ -100,18 +120,22 @@ class RayInstance:
             watch.cancel()
         await asyncio.to_thread(_take_down, self._group, [self._scheduler, *self._workers])
 
-    async def _call(self, ref: Any) -> Any:
+    async def _call(self, ref: Any, patience_s: float | None = None) -> Any:
+        """The answer. patience_s: for it, instead of SILENCE_S. Raises InstanceLost."""
+        patience_s = SILENCE_S if patience_s is None else patience_s
         answer = asyncio.ensure_future(_wait(ref))
-        done = await first_done([answer, *self._lifelines, *self._pulses], SILENCE_S)
+        done = await first_done([answer, *self._lifelines, *self._pulses], patience_s)
         try:
             if answer in done:
                 return answer.result()
             if not done:
-                raise InstanceLost(f"{self.name}: its scheduler has not answered for {SILENCE_S:g} s")
+                raise InstanceLost(f"{self.name}: its scheduler has not answered for {patience_s:g} s")
             for watch in done:
                 watch.result()  # raises when the worker has ended
             raise InstanceLost(f"{self.name}: a worker has not answered for {SILENCE_S:g} s")
         except RayError as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, SchedulesRefusedError):
+                raise error.cause from None
             raise InstanceLost(f"{self.name}: {describe(error)}") from error
         finally:
             answer.cancel()

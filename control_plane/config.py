@@ -146,6 +146,13 @@ class EngineConfig:
         default=None,
         unset="one operator after the other",
     )
+    max_schedules: int | None = option(
+        "Schedules that are held while `nanoflow schedules reload` exchanges them, old and new; 0: it never does.",
+        default=default_of(WorkerConfig, "max_schedules"),
+        low=0,
+        high=256,
+        unset="twice those of --schedules",
+    )
     nano_batches: int = option(
         "Nano-batches that each iteration is split into; 1 is sequential.",
         default=default_of(WorkerConfig, "nano_batches"),

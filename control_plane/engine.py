@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from autosearch.schedule_store import INDEX
+from autosearch.pipeline import PipelineSchedule
+from autosearch.schedule_store import StoreError, read_folder
 from autosearch.specs import ModelSpec
 from control_plane.config import EngineConfig
 from control_plane.instance import LocalInstance
@@ -25,6 +26,7 @@ from scheduler.scheduler import Scheduler
 from scheduler.scheduler_config import PrefetchPolicy, SchedulerConfig, StoreConfig, WritePolicy
 from worker.backend import open_executor, open_prefix_store
 from worker.config import DEVICE_DEFAULTS, StoreAccess, WorkerConfig
+from worker.rank_executor import RankExecutor
 
 Progress = Callable[[str, float], None]  # a step, and how much of it is done
 
@@ -69,17 +71,26 @@ def worker_config(engine: EngineConfig) -> WorkerConfig:
         expected_input_len=engine.expected_input_len,
         expected_output_len=engine.expected_output_len,
         nano_batches=engine.nano_batches,
-        schedule_files=_schedule_files(engine.schedules),
+        max_schedules=engine.max_schedules,
+        schedules=() if engine.schedules is None else read_schedules(engine.schedules),
         seed=engine.seed,
         num_threads=engine.num_threads,
     )
+
+
+def read_schedules(folder: Path) -> tuple[PipelineSchedule, ...]:
+    """All schedules of a folder. Raises ConfigError where it has none, or one that cannot be read."""
+    try:
+        return read_folder(folder)
+    except StoreError as error:
+        raise ConfigError(f"schedules={folder}: {error}") from None
 
 
 def single_rank_config(engine: EngineConfig) -> WorkerConfig:
     """For an engine in one process. Raises ConfigError where more ranks are asked for."""
     if engine.tensor_parallel_size != 1:
         raise ConfigError("tensor-parallel-size must be 1 in one process; `nanoflow serve` runs several ranks")
-    return worker_config(engine)
+    return replace(worker_config(engine), max_schedules=0)  # nobody exchanges them
 
 
 def scheduler_config(engine: EngineConfig, max_waiting: int = 0) -> SchedulerConfig:
@@ -102,7 +113,7 @@ def model_info(engine: EngineConfig, name: str | None = None) -> ModelInfo:
     return ModelInfo.from_folder(engine.model, ModelSpec.from_folder(engine.model), name)
 
 
-def open_engine(engine: EngineConfig, progress: Progress) -> Executor:
+def open_engine(engine: EngineConfig, progress: Progress) -> RankExecutor:
     """Load the model into this process.
 
     Raises ConfigError, and whatever the worker raises for a model that it cannot load.
@@ -139,16 +150,6 @@ def _store_address(engine: EngineConfig) -> str | None:
 def _absolute(path: Path | None) -> Path | None:
     """Ranks need not run in this folder."""
     return None if path is None else path.absolute()
-
-
-def _schedule_files(folder: Path | None) -> tuple[Path, ...]:
-    """All schedules of a folder. Raises ConfigError where it has none."""
-    if folder is None:
-        return ()
-    files = tuple(sorted(path.absolute() for path in folder.glob("*.json") if path.name != INDEX))
-    if not files:
-        raise ConfigError(f"schedules={folder}: no schedule lies there; `nanoflow tune` makes them")
-    return files
 
 
 def _or(value: int | None, default: int) -> int:

@@ -23,6 +23,7 @@ from control_plane.live_request import LiveRequest
 from control_plane.metrics import Metrics
 from control_plane.reader import Reader
 from control_plane.request_registry import RequestRegistry
+from control_plane.schedule_swap import ScheduleSwap
 from control_plane.validation import Limits, sampling_params
 from scheduler.plan import RequestEnd
 from scheduler.request import FinishReason, NewRequest
@@ -47,6 +48,7 @@ class Frontend:
         self._dispatcher = Dispatcher(
             self._config, metrics, on_token=self._on_token, on_end=self._on_end, on_change=self.changed.set
         )
+        self.schedules = ScheduleSwap(self._dispatcher.pool, metrics, self._config.retry_after_s)
         self._requests = RequestRegistry(self.limits.max_kept_requests)
         self._admission = Admission(self.limits, self._config.retry_after_s)
         self._settled = asyncio.Event()  # set when a request was forgotten or delivered

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import grpc
 
+from autosearch.pipeline import PipelineSchedule
+from autosearch.schedule_store import StoreError, read_folder
+from control_plane.errors import InvalidRequestError
 from control_plane.frontend import Frontend
 from control_plane.instance_link import InstanceLink
 from control_plane.live_request import LiveRequest
 from control_plane.pb import admin_pb2 as pb
 from control_plane.pb import admin_pb2_grpc as pb_grpc
+from worker.schedule_choice import gain, may_be_chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +26,7 @@ class ServerInfo:
 
     version: str = ""
     tensor_parallel_size: int = 1
+    schedules: Path | None = None  # folder of those that serve at first
 
 
 class AdminService(pb_grpc.AdminServicer):
@@ -28,6 +35,7 @@ class AdminService(pb_grpc.AdminServicer):
     def __init__(self, frontend: Frontend, info: ServerInfo) -> None:
         self._frontend = frontend
         self._info = info
+        self._schedules_folder = info.schedules  # the one that was read last
         self._started = time.monotonic()
 
     async def GetModelInfo(
@@ -76,6 +84,31 @@ class AdminService(pb_grpc.AdminServicer):
         self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext
     ) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(flushed_pages=await self._frontend.flush_cache())
+
+    async def ReloadSchedules(
+        self, request: pb.ReloadSchedulesRequest, context: grpc.aio.ServicerContext
+    ) -> pb.ReloadSchedulesResponse:
+        folder = Path(request.folder) if request.folder else self._schedules_folder
+        if folder is None:
+            raise InvalidRequestError("folder", "the server was started without --schedules: name a folder")
+        try:
+            schedules = await asyncio.to_thread(read_folder, folder)
+        except StoreError as error:
+            raise InvalidRequestError("folder", str(error)) from None
+        await self._frontend.schedules.replace(schedules)
+        self._schedules_folder = folder
+        return pb.ReloadSchedulesResponse(schedules=[_served_schedule(schedule) for schedule in schedules])
+
+
+def _served_schedule(schedule: PipelineSchedule) -> pb.ServedSchedule:
+    return pb.ServedSchedule(
+        name=schedule.name,
+        batch_tokens=schedule.batch_tokens,
+        decode_share=schedule.decode_share or 0.0,
+        mean_context=schedule.mean_context or 0.0,
+        gain=gain(schedule),
+        is_chosen=may_be_chosen(schedule),
+    )
 
 
 def _instance_info(link: InstanceLink[LiveRequest]) -> pb.InstanceInfo:

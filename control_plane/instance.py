@@ -11,10 +11,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
+from autosearch.pipeline import PipelineSchedule
 from scheduler.plan import Cancel, EngineCapacity, OutputBatch
+from scheduler.ports import ExecutorError
 from scheduler.request import NewRequest
+from worker.rank_executor import RankExecutor
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +53,18 @@ class Instance(Protocol):
     async def flush_cache(self) -> int:
         """Drop all cached pages that no live request uses; returns how many. Raises InstanceLost."""
 
+    async def prepare_schedules(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        """Make a set of schedules ready on all ranks, while requests go on. Numbers are used once.
+
+        Raises worker.schedule_sets.SchedulesRefusedError where a rank cannot run them; InstanceLost.
+        """
+
+    async def use_schedules(self, number: int) -> None:
+        """Run later iterations by a set that is ready. Raises InstanceLost."""
+
+    async def drop_schedules(self, number: int) -> None:
+        """Free a set that is not to be used, where a rank has it. Raises InstanceLost."""
+
     async def close(self) -> None:
         """Stop and free everything. Idempotent. Afterwards all other calls raise InstanceLost."""
 
@@ -65,6 +81,8 @@ class Engine(Protocol):
 
     def flush_cache(self) -> int: ...
 
+    def use_schedules(self, number: int) -> Future[None]: ...
+
     def run(self) -> None:
         """Iterate until stop(); raises what made it impossible to go on."""
 
@@ -80,15 +98,18 @@ class LocalInstance:
         capacity: EngineCapacity,
         make_engine: Callable[[Callable[[OutputBatch], None]], Engine],
         release: Callable[[], None] = lambda: None,
+        executor: RankExecutor | None = None,
     ) -> None:
         """Start at once; must be called on the asyncio loop that will use the instance.
 
         make_engine gets the function to emit output batches with. release frees what the engine stood on (for
-        example `executor.close`), once, after its thread has ended.
+        example `executor.close`), once, after its thread has ended. executor: what the engine drives, where its
+        schedules are to be exchanged.
         """
         self._name = name
         self._capacity = capacity
         self._release = release
+        self._executor = executor
         self._asyncio_loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._outputs: list[OutputBatch] = []
@@ -130,9 +151,29 @@ class LocalInstance:
         self._check_alive()
         return await asyncio.to_thread(self._engine.flush_cache)
 
+    async def prepare_schedules(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        self._check_alive()
+        await asyncio.to_thread(self._ranks.prepare_schedules, number, schedules)
+
+    async def use_schedules(self, number: int) -> None:
+        self._check_alive()
+        try:
+            await asyncio.wrap_future(self._engine.use_schedules(number))
+        except ExecutorError as error:
+            raise InstanceLost(f"instance {self._name}: {error}") from None
+
+    async def drop_schedules(self, number: int) -> None:
+        self._check_alive()
+        await asyncio.to_thread(self._ranks.drop_schedules, number)
+
     async def close(self) -> None:
         self._engine.stop()
         await asyncio.to_thread(self._thread.join)
+
+    @property
+    def _ranks(self) -> RankExecutor:
+        assert self._executor is not None, "an instance that was made without its executor"
+        return self._executor
 
     def _check_alive(self) -> None:
         if self._lost is not None:

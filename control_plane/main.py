@@ -25,6 +25,7 @@ from control_plane import (
     offload_command,
     profile_command,
     ray_environment,
+    schedules_command,
     search_commands,
 )
 from control_plane.config import ALL_GROUPS, EngineConfig, LogConfig, OwnStoreConfig, ServerConfig
@@ -47,6 +48,7 @@ bench_app = typer.Typer(help="Benchmarks. Each prints its setting and ends in on
 app.add_typer(bench_app, name="bench")
 search_commands.register(app)
 profile_command.register(app)
+schedules_command.register(app)
 kvstore_command.register(app)
 offload_command.register(bench_app)
 ablation_command.register(app, bench_app)

@@ -66,6 +66,7 @@ COUNTERS = {
     "iterations": "Iterations.",
     "iterations_overlapped": "Of these, those that ran by a schedule other than the sequential one.",
     "iterations_unmeasured": "Of these, those unlike all batches that --schedules were measured on.",
+    "schedule_swaps": "Times that the instance got other schedules while it served.",
     "late_plans": "Iterations whose plan came after the device had become idle.",
     "wasted_tokens": "Token rows computed for requests that had already ended.",
 }

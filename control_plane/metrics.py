@@ -106,6 +106,11 @@ class Metrics:
             metrics.set(name, 0)
 
     @_never_raises
+    def schedules_swapped(self, instance: str) -> None:
+        """The instance has other schedules from now on."""
+        self._of(instance).inc("schedule_swaps")
+
+    @_never_raises
     def rejected(self, reason: str) -> None:
         """A request was refused; reason is the error kind's label."""
         self._families.requests_rejected.labels(self._model_name, reason).inc()

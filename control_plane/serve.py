@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from typing import Any
 
+from autosearch.pipeline import PipelineSchedule
 from control_plane.cluster import InstanceConfig, RayInstance, start_instance
 from control_plane.config import EngineConfig, OwnStoreConfig, ServerConfig
 from control_plane.engine import check_device, device_of, model_info, scheduler_config, worker_config
@@ -71,7 +72,8 @@ async def run(
         _stop_on_signals(stop)  # again: Ray has put its own handler of SIGTERM in place
         if store is not None:
             stack.push_async_callback(store.close)
-        grpc_server = GrpcServer(frontend, ServerInfo(release(), engine.tensor_parallel_size), grpc_config(server))
+        info = ServerInfo(release(), engine.tensor_parallel_size, engine.schedules)
+        grpc_server = GrpcServer(frontend, info, grpc_config(server))
         port = await grpc_server.start()
         stack.push_async_callback(grpc_server.stop, 1.0)
 
@@ -81,7 +83,8 @@ async def run(
             print(f"ready: gRPC {server.host}:{port}, metrics {url}", flush=True)
 
         async def start() -> RayInstance:
-            return await start_instance("instance-0", config, show, None if store is None else store.place)
+            now = with_schedules(config, frontend.schedules.serving)
+            return await start_instance("instance-0", now, show, None if store is None else store.place)
 
         supervisor = Supervisor(start, frontend)
         stack.push_async_callback(supervisor.close)
@@ -123,6 +126,17 @@ def instance_config(engine: EngineConfig, limits: Limits) -> InstanceConfig:
         scheduler=scheduler_config(engine, 2 * limits.max_num_queued_reqs + worker.max_slots),
         step_timeout_s=engine.step_timeout,
     )
+
+
+def with_schedules(config: InstanceConfig, schedules: tuple[PipelineSchedule, ...] | None) -> InstanceConfig:
+    """What an instance is that takes the place of one whose schedules were exchanged for these; None: they were not.
+
+    It has room for as many as the first one.
+    """
+    if schedules is None:
+        return config
+    room = config.worker.schedule_room
+    return replace(config, worker=replace(config.worker, schedules=schedules, nano_batches=1, max_schedules=room))
 
 
 def grpc_config(server: ServerConfig) -> GrpcConfig:

@@ -90,7 +90,7 @@ def run(
 
 
 def _load(engine: EngineConfig, sizes: tuple[int, ...]) -> LoadedModel:
-    config = replace(single_rank_config(engine), max_batch_tokens=max(sizes), schedule_files=(), nano_batches=1)
+    config = replace(single_rank_config(engine), max_batch_tokens=max(sizes), schedules=(), nano_batches=1)
     line = ProgressLine()
     try:
         return load_model(config, line.share, sorted(set(sizes)))

@@ -77,6 +77,11 @@ class RayExecutor:
             worker.execute.remote(plan)
         return RayPendingStep([worker.result.remote() for worker in self._workers], self._quorum)
 
+    def use_schedules(self, number: int) -> None:
+        """Between the plans sent before and after: each rank takes them in the order of sending."""
+        for worker in self._workers:
+            worker.use_schedules.remote(number)
+
     def close(self) -> None:
         """Nothing to free here: the worker actors belong to the control plane."""
 
@@ -119,6 +124,10 @@ class SchedulerService:
     async def flush_cache(self) -> int:
         """Drop all cached pages that no request uses; how many."""
         return await asyncio.to_thread(self._loop.flush_cache)
+
+    async def use_schedules(self, number: int) -> None:
+        """Run later plans by this set of schedules, which all ranks hold ready. Raises ExecutorError."""
+        await asyncio.wrap_future(self._loop.use_schedules(number))
 
     async def next_outputs(self, max_wait_s: float) -> list[OutputBatch]:
         """All outputs since the last call; waits for some, and gives [] after max_wait_s as a sign of life.

@@ -9,14 +9,26 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from scheduler.plan import Cancel, IterationPlan, LoadReport, OutputBatch
-from scheduler.ports import Executor, PendingStep
+from scheduler.ports import Executor, ExecutorError, PendingStep
 from scheduler.request import NewRequest
 from scheduler.scheduler import Scheduler
 
 _STORE_POLL_S = 0.001  # while requests wait for the KV store's answers, and nothing runs
+
+
+@dataclass(frozen=True, slots=True)
+class _UseSchedules:
+    """Let the executor exchange its schedules between two steps."""
+
+    number: int
+    done: Future[None]
+
+
+_Item = NewRequest | Cancel | _UseSchedules
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +59,9 @@ class EngineLoop:
         self._clock = clock
         self._scheduler_lock = threading.Lock()  # held while the scheduler is called
         self._news = threading.Condition()  # guards what follows
-        self._inbox: list[NewRequest | Cancel] = []
+        self._inbox: list[_Item] = []
         self._stopping = False
+        self._ended = False
 
     def submit(self, requests: Sequence[NewRequest]) -> None:
         """Queue requests for the next plan. From any thread."""
@@ -62,6 +75,15 @@ class EngineLoop:
         """Forget cached prefixes; how many pages were known. From any thread."""
         with self._scheduler_lock:
             return self._scheduler.flush_cache()
+
+    def use_schedules(self, number: int) -> Future[None]:
+        """Have later plans run by this set of schedules (Executor.use_schedules). From any thread.
+
+        Done when the next plan will; with ExecutorError when there will be none.
+        """
+        done: Future[None] = Future()
+        self._put([_UseSchedules(number, done)])
+        return done
 
     def load(self) -> LoadReport:
         """The scheduler's state now. From any thread."""
@@ -77,16 +99,25 @@ class EngineLoop:
     def run(self) -> None:
         """Loop until stop(). Raises ExecutorError when the executor is lost: no request will go on."""
         flight: _Flight | None = None
-        while flight is not None or not self._stopping:
-            flight = self._turn(flight)
+        try:
+            while flight is not None or not self._stopping:
+                flight = self._turn(flight)
+        finally:
+            self._end()
 
     def _turn(self, flight: _Flight | None) -> _Flight | None:
         """Plan and hand over the next step, then wait for the one in flight. Returns the next one."""
         arrivals = self._take_inbox(self._nap_s(flight))
+        for item in arrivals:
+            if isinstance(item, _UseSchedules) and item.done.set_running_or_notify_cancel():
+                self._exchange(item)
         with self._scheduler_lock:
             now = self._clock()
             for item in arrivals:
-                self._scheduler.add(item, now) if isinstance(item, NewRequest) else self._scheduler.cancel(item, now)
+                if isinstance(item, NewRequest):
+                    self._scheduler.add(item, now)
+                elif isinstance(item, Cancel):
+                    self._scheduler.cancel(item, now)
             plan = None if self._stopping else self._scheduler.plan(now)
             ends = self._scheduler.take_ends()
         following = None
@@ -102,6 +133,14 @@ class EngineLoop:
             self._emit(batch)
         return following
 
+    def _exchange(self, item: _UseSchedules) -> None:
+        try:
+            self._executor.use_schedules(item.number)
+        except Exception as error:
+            item.done.set_exception(error)
+            raise
+        item.done.set_result(None)
+
     def _nap_s(self, flight: _Flight | None) -> float | None:
         """How long to sleep if nobody hands in anything: for good (None) while idle, else hardly or not at all."""
         if flight is not None:
@@ -110,12 +149,24 @@ class EngineLoop:
             return None
         return _STORE_POLL_S if self._scheduler.is_asking else 0.0
 
-    def _put(self, items: Sequence[NewRequest] | Sequence[Cancel]) -> None:
+    def _put(self, items: Sequence[_Item]) -> None:
         with self._news:
             self._inbox.extend(items)
+            if self._ended:
+                self._refuse_exchanges()
             self._news.notify()
 
-    def _take_inbox(self, nap_s: float | None) -> list[NewRequest | Cancel]:
+    def _end(self) -> None:
+        with self._news:
+            self._ended = True
+            self._refuse_exchanges()
+
+    def _refuse_exchanges(self) -> None:
+        for item in self._inbox:
+            if isinstance(item, _UseSchedules) and not item.done.done():
+                item.done.set_exception(ExecutorError("the engine has ended"))
+
+    def _take_inbox(self, nap_s: float | None) -> list[_Item]:
         """What others have handed in; if there is nothing, sleep until there is, or for nap_s."""
         with self._news:
             if nap_s != 0.0:

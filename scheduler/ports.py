@@ -42,6 +42,9 @@ class Executor(Protocol):
     def submit(self, plan: IterationPlan) -> PendingStep:
         """Hand over a plan and return at once; earlier plans may still be running."""
 
+    def use_schedules(self, number: int) -> None:
+        """Run plans submitted from now on by the set of schedules that all ranks hold ready under this number."""
+
     def close(self) -> None:
         """Free everything. Idempotent."""
 

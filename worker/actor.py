@@ -6,14 +6,17 @@ import logging
 import tempfile
 import threading
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
 import ray
 
+from autosearch.pipeline import PipelineSchedule
 from scheduler.plan import EngineCapacity, IterationPlan, StepResult
-from scheduler.ports import Executor, ExecutorError, PendingStep
+from scheduler.ports import ExecutorError, PendingStep
 from worker.config import WorkerConfig
+from worker.rank_executor import RankExecutor
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +35,7 @@ class WorkerService:
         backend.check(config, rank)
         self._config, self._rank = config, rank
         self._progress = "starting"
-        self._executor: Executor | None = None
+        self._executor: RankExecutor | None = None
         self._pending: SimpleQueue[PendingStep | ExecutorError] = SimpleQueue()
 
     def rendezvous(self) -> str:
@@ -61,6 +64,23 @@ class WorkerService:
             log.exception("step %d could not be handed over", plan.step)
             self._pending.put(ExecutorError(f"the step failed: {error}"))
 
+    def use_schedules(self, number: int) -> None:
+        """Run plans that are handed over from now on by the set that was prepared under this number."""
+        assert self._executor is not None, "load() comes first"
+        self._executor.use_schedules(number)
+
+    @ray.method(concurrency_group="schedules")
+    def prepare_schedules(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        """Make a set of schedules ready, beside the iterations. Raises SchedulesRefusedError."""
+        assert self._executor is not None, "load() comes first"
+        self._executor.prepare_schedules(number, schedules)
+
+    @ray.method(concurrency_group="schedules")
+    def drop_schedules(self, number: int) -> None:
+        """Forget a set that is not to be used after all."""
+        assert self._executor is not None, "load() comes first"
+        self._executor.drop_schedules(number)
+
     @ray.method(concurrency_group="results")
     def result(self) -> StepResult:
         """Wait for the first plan whose result has not been asked for. Raises ExecutorError."""
@@ -83,4 +103,4 @@ class WorkerService:
         self._progress = what if share is None else f"{what}: {share:.0%}"
 
 
-WorkerActor = ray.remote(concurrency_groups={"control": 2, "results": 1})(WorkerService)
+WorkerActor = ray.remote(concurrency_groups={"control": 2, "results": 1, "schedules": 1})(WorkerService)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosearch.specs import ModelSpec
-from scheduler.ports import Executor
 from worker import cuda_loading
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.executor import LocalExecutor, Worker
 from worker.memory_need import check_memory
+from worker.rank_executor import RankExecutor
 from worker.store_client import open_store
 from worker.store_keys import page_identities
 from worker.store_prefixes import StorePrefixes
@@ -57,7 +57,7 @@ def open_prefix_store(config: WorkerConfig) -> StorePrefixes:
 
 def open_executor(
     config: WorkerConfig, rank: int = 0, progress: Progress = lambda what, share: None, rendezvous: str = ""
-) -> Executor:
+) -> RankExecutor:
     """Load one rank, which joins the others at `rendezvous`; plans may be submitted at once.
 
     Raises what check() does, and ModelLoadError.

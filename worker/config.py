@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from autosearch.pipeline import PipelineSchedule
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceDefaults:
@@ -51,8 +53,16 @@ class WorkerConfig:
     kv_store_access: StoreAccess = StoreAccess()
     expected_input_len: int | None = None  # mean prompt and output tokens; with both, B_dense is what memory keeps full
     expected_output_len: int | None = None
+    max_schedules: int | None = None  # held while they are exchanged, old and new; 0: never; None: see schedule_room
     nano_batches: int = 1  # nano-batches of the built-in schedules; 1 is sequential
-    schedule_files: tuple[Path, ...] = ()  # PipelineSchedules to run instead of the built-in ones
+    schedules: tuple[PipelineSchedule, ...] = ()  # to run where they were measured to be faster, or say no batch
     seed: int = 0  # of dummy weights
     num_threads: int | None = None  # CPU threads of one rank; None: its share of all cores
     join_timeout_s: float = 600.0  # for ranks to find each other, and for any one collective
+
+    @property
+    def schedule_room(self) -> int:
+        """Schedules to hold at a time while they are exchanged, 0 for never; by default twice those of the start."""
+        if self.max_schedules is None:
+            return 2 * len(self.schedules)
+        return max(self.max_schedules, len(self.schedules)) if self.max_schedules else 0

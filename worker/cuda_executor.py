@@ -8,13 +8,14 @@ step, for tests. Knows nothing of Ray, text or clients.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autosearch.pipeline import PipelineSchedule
 from scheduler.plan import EngineCapacity, IterationPlan, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.config import WorkerConfig
@@ -58,7 +59,8 @@ class CudaExecutor:
         self._loaded: LoadedModel | None = load_model(config, progress)
         self.spec, self.dtype, limits = self._loaded.spec, self._loaded.dtype, self._loaded.limits
         self._capacity, self._memory = self._loaded.capacity, self._loaded.memory
-        self._choice = self._loaded.choice
+        self._schedules = self._loaded.schedules
+        self._choice = self._schedules.choice
         self._device = torch.device(config.device)
         self._cuda = self._device.type == "cuda"
         self._mover: PageMover | None = None
@@ -99,9 +101,23 @@ class CudaExecutor:
         self._last = stage
         return CudaStep(plan.step, packed, stage, before, self._cuda, self._mover, bool(key.schedule), unmeasured)
 
+    def prepare_schedules(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        """As worker.rank_executor.RankExecutor says."""
+        self._schedules.prepare(number, schedules)
+
+    def drop_schedules(self, number: int) -> None:
+        """As worker.rank_executor.RankExecutor says."""
+        self._schedules.drop(number)
+
+    def use_schedules(self, number: int) -> None:
+        """Plans submitted from now on run by the set that was prepared under this number."""
+        if not self._closed:
+            self._choice = self._schedules.use(number)
+
     def close(self) -> None:
         """Wait for the device and free everything. Idempotent."""
         if not self._closed:
+            self._schedules.close()
             if self._mover is not None:
                 self._mover.close()
             if self._cuda:
@@ -145,11 +161,11 @@ class CudaExecutor:
 
     def _key(self, plan: IterationPlan) -> tuple[GraphKey, bool]:
         """The graph to run, and whether no schedule was measured for batches like it although some were."""
-        rows, decodes = self._capacity.buckets[plan.bucket].batch_tokens, plan.num_decodes
-        sequential = graph_key(rows, len(plan.slots) > decodes)
+        rows = self._capacity.buckets[plan.bucket].batch_tokens
+        sequential = graph_key(rows, len(plan.slots) > plan.num_decodes)
         if self._choice is None:
             return sequential, False
-        choice = self._choice.choose(rows, decodes, int(plan.starts[:decodes].sum()) + decodes)
+        choice = self._choice.choose_for(plan, rows)
         return GraphKey(rows, True, choice.name) if choice.name else sequential, not choice.is_known
 
     def _queue(self, packed: Packed, stage: _Stage) -> None:

@@ -10,16 +10,18 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, named_by_file, nanobatch_only
+from autosearch.pipeline import PipelineSchedule, nanobatch_only
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
-from worker.cuda_model import CudaModel, GraphKey, check_schedule, parameter_bytes, unsupported
+from worker.cuda_model import CudaModel, GraphKey, check_schedule, interleave_gates, parameter_bytes, unsupported
+from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError
@@ -27,7 +29,8 @@ from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
 from worker.page_copy_cuda import take_staging
-from worker.schedule_choice import ScheduleChoice, may_be_chosen
+from worker.schedule_choice import may_be_chosen
+from worker.schedule_sets import ScheduleRules, ScheduleSets
 from worker.sharding import shard
 from worker.triton_kernels import TritonKernels
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
@@ -52,7 +55,7 @@ class LoadedModel:
     cache: KVCache
     staging: torch.Tensor | None  # for pages on their way to and from a KV store (page_copy_cuda)
     memory: DeviceMemory | None  # None without a GPU
-    choice: ScheduleChoice | None  # None where all iterations are sequential
+    schedules: ScheduleSets
 
 
 def load_model(config: WorkerConfig, progress: Progress, batch_sizes: Sequence[int] = ()) -> LoadedModel:
@@ -91,7 +94,7 @@ class _Loader:
         if self._cuda and config.kv_store is not None and importlib.util.find_spec("cupy") is None:
             raise CapacityError("--kv-store on a GPU needs CuPy: pip install cupy-cuda13x, or the one of your CUDA")
         self._dtype = _DTYPES[config.dtype]
-        self._schedules = read_schedules(config, spec)
+        self._schedules = schedules_of(config, spec)
         planned = {schedule.batch_tokens for schedule in self._schedules}
         self._buckets = tuple(sorted({*(batch_sizes or _batch_sizes(config.max_batch_tokens)), *planned}))
         self._max_len = min(config.max_model_len or spec.max_position, spec.max_position)
@@ -116,11 +119,8 @@ class _Loader:
             else SafetensorsSource(config.model_dir)
         )
         weights = load_weights(spec, shard(spec, 1, 0), source, self._dtype, device, self._progress)
-        kernels: KernelSet = ReferenceKernels()
-        if self._cuda:
-            group = spec.num_heads // spec.num_kv_heads
-            kernels = TritonKernels(device, spec.num_kv_heads, group, spec.head_dim, self._limits.max_partials)
-        self._model = CudaModel(spec, weights, self._limits, kernels, self._max_len, device)
+        interleave_gates(spec, weights)
+        self._make_models(weights)
         self._model.use_schedules(self._served)
         if self._cuda and config.kv_store is not None:
             self._staging = take_staging(self._page_bytes, device)
@@ -130,8 +130,7 @@ class _Loader:
         cache = KVCache(self._shape(num_pages), self._dtype, device)
         self._model.use_cache(cache)
         self._fit_buckets(num_pages)
-        if self._cuda:
-            self._capture()
+        pool = self._capture() if self._cuda else None
         capacity = EngineCapacity(
             num_pages=num_pages,
             page_size=config.page_size,
@@ -149,8 +148,27 @@ class _Loader:
             cache,
             self._staging,
             self._memory,
-            ScheduleChoice(self._schedules) if self._schedules else None,
+            ScheduleSets(self._rules, CudaSchedules(self._model, self._twin, pool), self._schedules),
         )
+
+    def _make_models(self, weights: dict[str, torch.Tensor]) -> None:
+        """The one that serves, and its twin where schedules may be exchanged later."""
+        spec, limits = self._spec, self._limits
+        kernels: KernelSet = ReferenceKernels()
+        self._twin: CudaModel | None = None
+        if self._cuda:
+            group = spec.num_heads // spec.num_kv_heads
+            kernels = TritonKernels(self._device, spec.num_kv_heads, group, spec.head_dim, limits.max_partials)
+        self._model = CudaModel(spec, weights, limits, kernels, self._max_len, self._device)
+        if isinstance(kernels, TritonKernels) and self._config.schedule_room:
+            self._twin = self._model.twin(kernels.twin())
+            self._twin.use_cache(KVCache(self._shape(1), self._dtype, self._device))
+
+    @property
+    def _rules(self) -> ScheduleRules:
+        """For schedules that are to take the place of those that serve."""
+        device = torch.cuda.get_device_name(self._device) if self._cuda else "cpu"
+        return ScheduleRules(self._config.model_dir.name, device, frozenset(self._buckets), self._config.schedule_room)
 
     @property
     def _served(self) -> list[PipelineSchedule]:
@@ -181,7 +199,10 @@ class _Loader:
         self._buckets = (*(rows for rows in self._buckets if rows < fitted), fitted)
         self._schedules = tuple(schedule for schedule in self._schedules if schedule.batch_tokens <= fitted)
 
-    def _capture(self) -> None:
+    def _capture(self) -> Any:
+        """All graphs; the pool of their memory."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         keys, pool = _graph_keys(self._buckets, self._served), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
         for number, key in enumerate(keys):
@@ -189,6 +210,7 @@ class _Loader:
             self._model.capture(key, pool)
         taken = before - torch.cuda.mem_get_info()[0]
         log.info("%s; %d graphs took %.2f", self._memory, len(keys), taken / GIB)
+        return pool
 
     def _shape(self, num_pages: int) -> KVCacheShape:
         spec = self._spec
@@ -221,6 +243,7 @@ class _Loader:
         free, total = torch.cuda.mem_get_info()
         reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         staging = 0 if self._staging is None else self._staging.nbytes
+        num_schedules = max(len(self._served), self._config.schedule_room)
         return DeviceMemory(
             total=total,
             spared=int(total * (1 - self._config.gpu_memory_utilization)),
@@ -230,7 +253,7 @@ class _Loader:
             staging=staging,
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
-            graphs=len(_graph_keys(self._buckets, self._served)) * _GRAPH_BYTES,
+            graphs=(len(_graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES,
         )
 
 
@@ -238,7 +261,7 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
     """Raises CapacityError for what cannot run on a GPU, whether there is one here or not."""
     if (reason := unsupported(spec)) or config.tensor_parallel_size != 1:
         raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
-    schedules = read_schedules(config, spec)
+    schedules = schedules_of(config, spec)
     largest = max((schedule.batch_tokens for schedule in schedules), default=0)
     if largest > config.max_batch_tokens:
         raise CapacityError(
@@ -251,10 +274,10 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
         raise CapacityError(f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}")
 
 
-def read_schedules(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
+def schedules_of(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
     """The schedules to hold beside the sequential ones. Raises InvalidScheduleError."""
     operators = layer_operators(spec)
-    schedules = [named_by_file(path) for path in config.schedule_files]
+    schedules = list(config.schedules)
     if config.nano_batches > 1:
         rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > _NO_PREFILL_ROWS]
         schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]

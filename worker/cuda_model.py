@@ -8,6 +8,7 @@ runs on the reference kernels, without graphs. Knows nothing of plans or request
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,15 +60,11 @@ class CudaModel:
         max_model_len: int,
         device: torch.device,
     ) -> None:
-        """Takes the weights over: gate and up rows are interleaved in place of the joined ones."""
+        """weights: those of a loaded model, with interleave_gates() behind them."""
         self.spec, self.limits, self._kernels, self._weights = spec, limits, kernels, weights
-        self._device = device
+        self._device, self._max_model_len = device, max_model_len
         self._group = spec.num_heads // spec.num_kv_heads
-        self._gate_block = GATE_BLOCK if spec.intermediate_size % GATE_BLOCK == 0 else spec.intermediate_size
-        for layer in range(spec.num_layers):
-            name = f"layers.{layer}.gate_up"
-            gate, up = weights[name].chunk(2)
-            weights[name] = interleave_gate_up(gate, up, self._gate_block)
+        self._gate_block = _gate_block(spec)
         cos, sin = cos_sin_tables(spec.rope, spec.head_dim, max_model_len)
         self._cos, self._sin = cos.to(device), sin.to(device)
         like, rows = weights[EMBEDDING], limits.rows
@@ -95,6 +92,11 @@ class CudaModel:
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
         self._streams: Streams = OneStream()
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._capture_stream = torch.cuda.Stream(device) if like.is_cuda else None
+
+    def twin(self, kernels: KernelSet) -> CudaModel:
+        """The same weights with buffers and streams of its own: to run beside this one. kernels: with their own too."""
+        return CudaModel(self.spec, self._weights, self.limits, kernels, self._max_model_len, self._device)
 
     def use_cache(self, cache: KVCache) -> None:
         """Run on this KV cache from now on; graphs of another one are dropped."""
@@ -102,7 +104,7 @@ class CudaModel:
         self._cache = cache
 
     def use_schedules(self, schedules: Sequence[PipelineSchedule]) -> None:
-        """Let graph keys name these. Before any capture. Raises InvalidScheduleError or PartitionError."""
+        """Let graph keys name these, from any thread. Raises InvalidScheduleError or PartitionError."""
         operators = layer_operators(self.spec)
         for schedule in schedules:
             check_schedule(schedule, operators)
@@ -120,6 +122,13 @@ class CudaModel:
             ends = (tuple(end for _, end in schedule.ranges(name)) for name in ATTENTION)
             decode, prefill = (part if len(part) > 1 else () for part in ends)
             self._cuts[schedule.name] = AttentionCuts(decode, prefill, _dealt_ends(schedule))
+
+    def forget(self, name: str) -> None:
+        """Free a schedule's graphs, and let no key name it any more. No iteration by it is left on the device."""
+        self._schedules.pop(name, None)
+        self._cuts.pop(name, None)
+        for key in [key for key in list(self._graphs) if key.schedule == name]:
+            self._graphs.pop(key).reset()
 
     def cuts(self, key: GraphKey) -> AttentionCuts:
         """Where the key's schedule cuts the rows of attention."""
@@ -155,11 +164,27 @@ class CudaModel:
             self._iteration(key)
 
     def capture(self, key: GraphKey, pool: Any) -> None:
-        """Capture the iteration of a batch size. All its kernels must have run once."""
+        """Capture the iteration of a batch size. All its kernels must have run once.
+
+        Another thread may launch iterations meanwhile: neither the device nor it is waited for, as `torch.cuda.graph`
+        would. Captures follow each other; all are of one stream, so that graphs of a pool share their memory.
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self._iteration(key)
+        with torch.cuda.stream(self._capture_stream):
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                self._iteration(key)
+            except BaseException:
+                with suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         self._graphs[key] = graph
+
+    def warm_up(self, key: GraphKey) -> None:
+        """Run what the schedule's layers launch, on the first ones: a graph of it needs its kernels compiled."""
+        self._iteration(key, {"embed", *self.operators(key.has_prefill)}, min(2, self.spec.num_layers))
+        self._gather_samples(min(key.rows, self.limits.slots), self._last_delta(key))
 
     def sample(self, first: int, size: int) -> None:
         """Draw the tokens of the last iteration's random rows [first, first + size), as many of them as there are.
@@ -230,10 +255,9 @@ class CudaModel:
         operators = self.operators(key.has_prefill)
         if parts is not None:
             operators = {name: o if name in parts else replace(o, run=_nothing) for name, o in operators.items()}
-        schedule = self.schedule(key)
-        self._run_layers(schedule, operators, num_layers or self.spec.num_layers)
+        self._run_layers(self.schedule(key), operators, num_layers or self.spec.num_layers)
         if parts is None or "lm_head" in parts:
-            self._choose_tokens(samples, None if key.schedule and is_folded(schedule) else self._delta)
+            self._choose_tokens(samples, self._last_delta(key))
 
     def schedule(self, key: GraphKey) -> PipelineSchedule:
         """What the iteration's layers run by."""
@@ -257,8 +281,13 @@ class CudaModel:
 
     def _choose_tokens(self, samples: int, delta: torch.Tensor | None) -> None:
         """The greedy choice of the sampled rows, as results and as next tokens. delta: not in the residual yet."""
-        view = self.view
-        hidden = self._sampled_hidden[:samples]
+        view, hidden = self.view, self._gather_samples(samples, delta)
+        self.sampled[:samples] = self._kernels.argmax(hidden, self._head(), view["counts"][0:1])
+        self.last_tokens[view["sample_slots"][:samples].long()] = self.sampled[:samples].clamp(min=0)
+
+    def _gather_samples(self, samples: int, delta: torch.Tensor | None) -> torch.Tensor:
+        """The sampled rows behind the last norm."""
+        view, hidden = self.view, self._sampled_hidden[:samples]
         self._kernels.gather_norm(
             self._residual,
             delta,
@@ -268,8 +297,11 @@ class CudaModel:
             hidden,
             self.spec.norm_eps,
         )
-        self.sampled[:samples] = self._kernels.argmax(hidden, self._head(), view["counts"][0:1])
-        self.last_tokens[view["sample_slots"][:samples].long()] = self.sampled[:samples].clamp(min=0)
+        return hidden
+
+    def _last_delta(self, key: GraphKey) -> torch.Tensor | None:
+        """What the last layer has left to add to the residual."""
+        return None if key.schedule and is_folded(self.schedule(key)) else self._delta
 
     def _layer(self, layer: int, name: str) -> torch.Tensor:
         return self._weights[f"layers.{layer}.{name}"]
@@ -366,6 +398,18 @@ class CudaModel:
     def _pages(self) -> KVCache:
         assert self._cache is not None, "use_cache() comes first"
         return self._cache
+
+
+def interleave_gates(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> None:
+    """Put interleaved gate and up rows in place of the joined ones, as the models' kernels read them. Once."""
+    for layer in range(spec.num_layers):
+        name = f"layers.{layer}.gate_up"
+        gate, up = weights[name].chunk(2)
+        weights[name] = interleave_gate_up(gate, up, _gate_block(spec))
+
+
+def _gate_block(spec: ModelSpec) -> int:
+    return GATE_BLOCK if spec.intermediate_size % GATE_BLOCK == 0 else spec.intermediate_size
 
 
 def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:

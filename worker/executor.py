@@ -10,27 +10,32 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, nanobatch_only, sequential
+from autosearch.pipeline import PipelineSchedule, nanobatch_only
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, IterationPlan, ScheduleBucket, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.batch_input import SampleRows, SlotTable, build_batch
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
+from worker.cpu_schedules import CpuSchedules
 from worker.kv_cache import KVCache, KVCacheShape
-from worker.models.decoder import Decoder
+from worker.models.decoder import Decoder, Rows
 from worker.models.loading import load_weights
 from worker.nano_pipeline import NanoPipeline
 from worker.parallel import TensorParallelGroup, make_group
 from worker.sampler import SamplingRows, sample
+from worker.schedule_choice import SEQUENTIAL
+from worker.schedule_sets import ScheduleRules, ScheduleSets
 from worker.sharding import Shard, shard
 from worker.store_client import open_mover
 from worker.store_pages import PageMover
@@ -60,8 +65,11 @@ class Worker:
         self.spec = ModelSpec.from_folder(config.model_dir)
         self._shard: Shard = shard(self.spec, config.tensor_parallel_size, rank)
         self._cache_shape = _cache_shape(config, self.spec, self._shard)
-        self._schedules = _schedules(config, self.spec, self._cache_shape)
-        self._capacity = _capacity(config, self.spec, self._cache_shape, self._schedules)
+        sizes, self._schedules = _schedules(config, self.spec, self._cache_shape)
+        self._capacity = _capacity(config, self.spec, self._cache_shape, sizes)
+        self._runner = CpuSchedules(layer_operators(self.spec, config.tensor_parallel_size))
+        rules = ScheduleRules(config.model_dir.name, config.device, frozenset(sizes), config.schedule_room)
+        self.schedules = ScheduleSets(rules, self._runner, self._schedules)
         self._group: TensorParallelGroup | None = None
         self._mover: PageMover | None = None
         self._model: Decoder | None = None
@@ -98,8 +106,7 @@ class Worker:
                 max_rows=capacity.max_batch_tokens,
                 max_model_len=capacity.max_model_len,
             )
-        operators = {operator.name: operator for operator in self._model.operators()}
-        self._pipelines = tuple(NanoPipeline(schedule, operators) for schedule in self._schedules)
+        self._runner.load(self._model.operators(), self._schedules)
         progress("ready", 1.0)
 
     def execute(self, plan: IterationPlan) -> StepResult:
@@ -109,12 +116,17 @@ class Worker:
         idle_s = 0.0 if self._last_end_s is None else start_s - self._last_end_s
         if self._mover is not None:
             self._mover.start(plan.moves)
+        rows = self._capacity.buckets[plan.bucket].batch_tokens
+        assert plan.num_tokens <= rows, "the scheduler fills at most the bucket"
+        choice = None if self.schedules.choice is None else self.schedules.choice.choose_for(plan, rows)
+        pipeline = self._runner.pipeline(rows, SEQUENTIAL if choice is None else choice.name)
         with torch.inference_mode():
-            sampled, faults = self._run(self._model, plan)
+            sampled, faults = self._run(self._model, plan, pipeline)
         self._last_end_s = time.perf_counter()
         run_s = self._last_end_s - start_s
         moves = () if self._mover is None else self._mover.take_ended(0.0 if len(plan.slots) else EMPTY_STEP_S)
-        return StepResult(plan.step, sampled, faults, idle_s, run_s, moves)
+        overlapped, unmeasured = (False, False) if choice is None else (bool(choice.name), not choice.is_known)
+        return StepResult(plan.step, sampled, faults, idle_s, run_s, moves, overlapped, unmeasured)
 
     def close(self) -> None:
         """Leave the other ranks and free the memory. Idempotent."""
@@ -124,9 +136,10 @@ class Worker:
             self._group.close()
         self._group = self._model = None
 
-    def _run(self, model: Decoder, plan: IterationPlan) -> tuple[np.ndarray, tuple[SlotFault, ...]]:
-        slots, pipeline = self._slots, self._pipelines[plan.bucket]
-        assert plan.num_tokens <= pipeline.schedule.batch_tokens, "the scheduler fills at most the bucket"
+    def _run(
+        self, model: Decoder, plan: IterationPlan, pipeline: NanoPipeline[Rows]
+    ) -> tuple[np.ndarray, tuple[SlotFault, ...]]:
+        slots = self._slots
         slots.apply(plan)
         if not len(plan.slots):
             return np.empty(0, np.int32), ()
@@ -163,6 +176,19 @@ class LocalExecutor:
             return LocalStep(self._thread.submit(self._execute, plan))
         except RuntimeError as error:
             raise ExecutorError(f"the executor is closed: {error}") from None
+
+    def prepare_schedules(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        """As worker.rank_executor.RankExecutor says."""
+        self._worker.schedules.prepare(number, schedules)
+
+    def drop_schedules(self, number: int) -> None:
+        """As worker.rank_executor.RankExecutor says."""
+        self._worker.schedules.drop(number)
+
+    def use_schedules(self, number: int) -> None:
+        """Plans submitted from now on run by the set that was prepared under this number."""
+        with suppress(RuntimeError):  # closed: there are no such plans
+            self._thread.submit(self._worker.schedules.use, number)
 
     def close(self) -> None:
         """Drop plans that have not begun, wait for the one that has, free everything. Idempotent."""
@@ -221,29 +247,27 @@ def _sampling_rows(slots: SlotTable, samples: SampleRows) -> SamplingRows:
     )
 
 
-def _schedules(config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape) -> tuple[PipelineSchedule, ...]:
-    """The schedules to hold, ascending in batch_tokens. Raises InvalidScheduleError."""
+def _schedules(
+    config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape
+) -> tuple[tuple[int, ...], tuple[PipelineSchedule, ...]]:
+    """Batch sizes, ascending, and the schedules beside the sequential ones. Raises InvalidScheduleError."""
     if config.max_batch_tokens < 1 or config.nano_batches < 1:
         raise CapacityError("max_batch_tokens and nano_batches must be at least 1")
+    most = config.max_batch_tokens
+    if (largest := max((schedule.batch_tokens for schedule in config.schedules), default=0)) > most:
+        raise CapacityError(f"a schedule is for {largest} rows: raise --max-num-batched-tokens from {most}")
+    if config.expected_input_len is not None and config.expected_output_len is not None:
+        kv_tokens = shape.num_pages * shape.page_size
+        most = fitted_batch_tokens(kv_tokens, config.expected_input_len, config.expected_output_len, most)
+    schedules = [schedule for schedule in config.schedules if schedule.batch_tokens <= most]
+    # Smaller buckets let the scheduler say how full a batch is; rows that are not there cost nothing here.
+    sizes = {max(1, most >> halvings) for halvings in range(4)} | {schedule.batch_tokens for schedule in schedules}
     operators = layer_operators(spec, config.tensor_parallel_size)
-    if config.schedule_files:
-        schedules = [PipelineSchedule.from_file(path) for path in config.schedule_files]
-    else:
-        most = config.max_batch_tokens
-        if config.expected_input_len is not None and config.expected_output_len is not None:
-            kv_tokens = shape.num_pages * shape.page_size
-            most = fitted_batch_tokens(kv_tokens, config.expected_input_len, config.expected_output_len, most)
-        # Smaller buckets let the scheduler say how full a batch is; rows that are not there cost nothing here.
-        sizes = {max(1, most >> halvings) for halvings in range(4)}
-        schedules = [
-            sequential(operators, size)
-            if config.nano_batches == 1
-            else nanobatch_only(operators, size, config.nano_batches)
-            for size in sizes
-        ]
-    for schedule in schedules:
+    if config.nano_batches > 1:
+        schedules += [nanobatch_only(operators, size, config.nano_batches) for size in sizes]
+    for schedule in config.schedules:
         schedule.validate(operators)
-    return tuple(sorted(schedules, key=lambda schedule: schedule.batch_tokens))
+    return tuple(sorted(sizes)), tuple(schedules)
 
 
 def _cache_shape(config: WorkerConfig, spec: ModelSpec, part: Shard) -> KVCacheShape:
@@ -265,7 +289,7 @@ def _cache_shape(config: WorkerConfig, spec: ModelSpec, part: Shard) -> KVCacheS
 
 
 def _capacity(
-    config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape, schedules: tuple[PipelineSchedule, ...]
+    config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape, batch_sizes: tuple[int, ...]
 ) -> EngineCapacity:
     """Fit max_model_len to model and pages. Raises CapacityError where it was asked for and does not fit."""
     holds = shape.num_pages * shape.page_size
@@ -286,7 +310,7 @@ def _capacity(
         page_size=shape.page_size,
         max_slots=config.max_slots,
         max_model_len=min(wanted or spec.max_position, holds),
-        buckets=tuple(ScheduleBucket(number, schedule.batch_tokens) for number, schedule in enumerate(schedules)),
+        buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(batch_sizes)),
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from autosearch.pipeline import PipelineSchedule
+from scheduler.plan import IterationPlan
 
 SEQUENTIAL = ""  # the name that stands for it
 # How far a batch may be from the nearest measured one: in share of decodes, and in doublings of their mean context.
@@ -41,7 +42,7 @@ class _Cell:
         return max(share, abs(self.log_context - log_context) / CONTEXT_REACH)
 
 
-def _gain(schedule: PipelineSchedule) -> float:
+def gain(schedule: PipelineSchedule) -> float:
     """Over the sequential one, as measured; none where it was only predicted."""
     measured = schedule.measured
     return 0.0 if measured is None else measured.tokens_per_s_per_gpu / measured.sequential_tokens_per_s_per_gpu
@@ -49,7 +50,7 @@ def _gain(schedule: PipelineSchedule) -> float:
 
 def may_be_chosen(schedule: PipelineSchedule) -> bool:
     """Whether any batch may run by it: it is for all of its size, or was measured to be faster."""
-    return schedule.planned_for is None or _gain(schedule) > 1
+    return schedule.planned_for is None or gain(schedule) > 1
 
 
 class ScheduleChoice:
@@ -63,9 +64,14 @@ class ScheduleChoice:
             if work is None:
                 self._always[schedule.batch_tokens] = schedule.name
                 continue
-            gain, name = _gain(schedule), schedule.name if may_be_chosen(schedule) else SEQUENTIAL
+            name = schedule.name if may_be_chosen(schedule) else SEQUENTIAL
             share, log_context = schedule.decode_share or 0.0, math.log2(max(1.0, schedule.mean_context or 0.0))
-            self._cells.setdefault(schedule.batch_tokens, []).append(_Cell(share, log_context, name, gain))
+            self._cells.setdefault(schedule.batch_tokens, []).append(_Cell(share, log_context, name, gain(schedule)))
+
+    def choose_for(self, plan: IterationPlan, batch_tokens: int) -> Choice:
+        """For a plan that runs as a batch of that size."""
+        decodes = plan.num_decodes
+        return self.choose(batch_tokens, decodes, int(plan.starts[:decodes].sum()) + decodes)
 
     def choose(self, batch_tokens: int, num_decodes: int, context_tokens: int) -> Choice:
         """For a batch of that size with so many decodes, whose contexts sum to context_tokens."""

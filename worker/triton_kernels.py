@@ -51,6 +51,13 @@ class TritonKernels:
         self._choice, self.gemm_choice = gemm_choice, gemm_choice.GemmChoice()
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._workspace = decode_attention.DecodeWorkspace(max_partials, num_kv_heads, group, head_dim, device)
+        self._made_with = (device, num_kv_heads, group, head_dim, max_partials)
+
+    def twin(self) -> TritonKernels:
+        """Workspaces of its own, to run beside these; which GEMM is the fastest is known to both."""
+        twin = TritonKernels(*self._made_with)
+        twin.gemm_choice = self.gemm_choice
+        return twin
 
     def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
         self._elementwise.embed(tokens, last, table, out)

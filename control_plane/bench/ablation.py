@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -38,7 +37,7 @@ from scheduler.ports import Executor
 from worker.backend import open_executor
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import LoadedModel, load_model, read_schedules
+from worker.cuda_loading import LoadedModel, load_model, schedules_of
 from worker.power_meter import NvmlCard
 from worker.schedule_bench import ScheduleBench
 from worker.steady_batch import SteadyBatchError, SteadyMix, fill_pages, steady_plan
@@ -89,7 +88,7 @@ def run(engine: EngineConfig, options: Options, opened: OpenExecutor = open_exec
 
 
 def _steady(engine: EngineConfig, options: Options) -> tuple[list[LoadResult], dict[str, Any]]:
-    config = replace(single_rank_config(engine), schedule_files=(), nano_batches=1)
+    config = replace(single_rank_config(engine), schedules=(), nano_batches=1)
     tuned = None if engine.schedules is None else _tuned(engine)
     loaded = _load(config)
     cuda, capacity = loaded.model.view.block.is_cuda, loaded.capacity
@@ -124,7 +123,7 @@ def _load(config: WorkerConfig) -> LoadedModel:
 
 def _tuned(engine: EngineConfig) -> tuple[PipelineSchedule, ...]:
     config = replace(single_rank_config(engine), nano_batches=1)
-    return read_schedules(config, ModelSpec.from_folder(config.model_dir))
+    return schedules_of(config, ModelSpec.from_folder(config.model_dir))
 
 
 def _plan(loaded: LoadedModel, mix: SteadyMix) -> IterationPlan:
@@ -153,9 +152,8 @@ def _whole_runs(
     engine: EngineConfig, options: Options, opened: OpenExecutor
 ) -> tuple[list[LoadResult], dict[str, Any]]:
     line = ProgressLine()
-    with TemporaryDirectory() as folder:
-        prepared = ablation_runs.prepare(engine, options.steady.nano_batches[0], Path(folder))
-        executor = opened(prepared.config, progress=line.share)
+    prepared = ablation_runs.prepare(engine, options.steady.nano_batches[0])
+    executor = opened(prepared.config, progress=line.share)
     line.done()
     try:
         if not isinstance(executor, CudaExecutor):

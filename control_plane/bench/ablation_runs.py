@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from autosearch.operators import layer_operators
@@ -25,7 +24,7 @@ from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import read_schedules
+from worker.cuda_loading import schedules_of
 from worker.folded_norms import fold_norms
 from worker.schedule_bench import ScheduleBench
 from worker.schedule_choice import ScheduleChoice
@@ -66,24 +65,18 @@ class Prepared:
         }
 
 
-def prepare(engine: EngineConfig, num_nano_batches: int, folder: Path) -> Prepared:
-    """Files of schedules go to the folder, where they must stay until the engine is loaded.
-
-    Raises ConfigError without schedules of the user's, InvalidScheduleError for those that cannot run.
-    """
+def prepare(engine: EngineConfig, num_nano_batches: int) -> Prepared:
+    """Raises ConfigError without schedules of the user's, InvalidScheduleError for those that cannot run."""
     if engine.schedules is None:
         raise ConfigError("schedules: whole runs compare the schedules of a folder; `nanoflow tune` makes them")
     config = single_rank_config(replace(engine, nano_batches=num_nano_batches))
     spec = ModelSpec.from_folder(config.model_dir)
     operators = layer_operators(spec)
-    tuned = read_schedules(replace(config, nano_batches=1), spec)
-    nano_batches = read_schedules(replace(config, schedule_files=()), spec)
+    tuned = schedules_of(replace(config, nano_batches=1), spec)
+    nano_batches = schedules_of(replace(config, schedules=()), spec)
     sequential_folded = tuple(fold_norms(sequential(operators, each.batch_tokens)) for each in nano_batches)
     nano_batches_folded = tuple(map(fold_norms, nano_batches))
-    files = [folder / f"{schedule.name}.json" for schedule in (*sequential_folded, *nano_batches_folded)]
-    for file, schedule in zip(files, (*sequential_folded, *nano_batches_folded)):
-        file.write_text(schedule.to_json(), encoding="utf-8")
-    config = replace(config, schedule_files=(*config.schedule_files, *files))
+    config = replace(config, schedules=(*config.schedules, *sequential_folded, *nano_batches_folded))
     return Prepared(config, tuned, nano_batches, sequential_folded, nano_batches_folded)
 
 

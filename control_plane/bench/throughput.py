@@ -71,6 +71,9 @@ class Synchronous:
     def submit(self, plan: IterationPlan) -> PendingStep:
         return _Ended(self._inner.submit(plan).result(self._timeout_s))
 
+    def use_schedules(self, number: int) -> None:
+        self._inner.use_schedules(number)
+
     def close(self) -> None:
         self._inner.close()
 

@@ -144,3 +144,31 @@ class FlushCacheResponse(_message.Message):
     FLUSHED_PAGES_FIELD_NUMBER: _ClassVar[int]
     flushed_pages: int
     def __init__(self, flushed_pages: _Optional[int] = ...) -> None: ...
+
+class ReloadSchedulesRequest(_message.Message):
+    __slots__ = ("folder",)
+    FOLDER_FIELD_NUMBER: _ClassVar[int]
+    folder: str
+    def __init__(self, folder: _Optional[str] = ...) -> None: ...
+
+class ReloadSchedulesResponse(_message.Message):
+    __slots__ = ("schedules",)
+    SCHEDULES_FIELD_NUMBER: _ClassVar[int]
+    schedules: _containers.RepeatedCompositeFieldContainer[ServedSchedule]
+    def __init__(self, schedules: _Optional[_Iterable[_Union[ServedSchedule, _Mapping]]] = ...) -> None: ...
+
+class ServedSchedule(_message.Message):
+    __slots__ = ("name", "batch_tokens", "decode_share", "mean_context", "gain", "is_chosen")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    BATCH_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_SHARE_FIELD_NUMBER: _ClassVar[int]
+    MEAN_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    GAIN_FIELD_NUMBER: _ClassVar[int]
+    IS_CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    batch_tokens: int
+    decode_share: float
+    mean_context: float
+    gain: float
+    is_chosen: bool
+    def __init__(self, name: _Optional[str] = ..., batch_tokens: _Optional[int] = ..., decode_share: _Optional[float] = ..., mean_context: _Optional[float] = ..., gain: _Optional[float] = ..., is_chosen: _Optional[bool] = ...) -> None: ...

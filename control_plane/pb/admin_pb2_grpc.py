@@ -60,6 +60,11 @@ class AdminStub:
                 request_serializer=control__plane_dot_pb_dot_admin__pb2.FlushCacheRequest.SerializeToString,
                 response_deserializer=control__plane_dot_pb_dot_admin__pb2.FlushCacheResponse.FromString,
                 _registered_method=True)
+        self.ReloadSchedules = channel.unary_unary(
+                '/nanoflow.v1.Admin/ReloadSchedules',
+                request_serializer=control__plane_dot_pb_dot_admin__pb2.ReloadSchedulesRequest.SerializeToString,
+                response_deserializer=control__plane_dot_pb_dot_admin__pb2.ReloadSchedulesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -99,6 +104,14 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReloadSchedules(self, request, context):
+        """Serve by the schedules of a folder from now on, in the place of those before; requests go on meanwhile. Where one
+        of them is not fit (INVALID_ARGUMENT says which and why), all stays as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -126,6 +139,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.FlushCache,
                     request_deserializer=control__plane_dot_pb_dot_admin__pb2.FlushCacheRequest.FromString,
                     response_serializer=control__plane_dot_pb_dot_admin__pb2.FlushCacheResponse.SerializeToString,
+            ),
+            'ReloadSchedules': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReloadSchedules,
+                    request_deserializer=control__plane_dot_pb_dot_admin__pb2.ReloadSchedulesRequest.FromString,
+                    response_serializer=control__plane_dot_pb_dot_admin__pb2.ReloadSchedulesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -264,6 +282,33 @@ class Admin:
             '/nanoflow.v1.Admin/FlushCache',
             control__plane_dot_pb_dot_admin__pb2.FlushCacheRequest.SerializeToString,
             control__plane_dot_pb_dot_admin__pb2.FlushCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReloadSchedules(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/nanoflow.v1.Admin/ReloadSchedules',
+            control__plane_dot_pb_dot_admin__pb2.ReloadSchedulesRequest.SerializeToString,
+            control__plane_dot_pb_dot_admin__pb2.ReloadSchedulesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -13,6 +13,7 @@ import torch
 from autosearch.decode_beside import decode_beside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import Figures, InvalidScheduleError, PipelineSchedule, nanobatch_only, sequential
+from autosearch.schedule_store import read_folder
 from autosearch.specs import ModelSpec
 from scheduler.loop import EngineLoop
 from scheduler.request import NewRequest, SamplingParams
@@ -48,7 +49,7 @@ def schedules(folder) -> dict[str, PipelineSchedule]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])  # the latter has biases
 @pytest.mark.parametrize("device", DEVICES)
-def test_folded_norms_give_the_same_tokens_in_any_schedule(device, family, random_model, tmp_path):
+def test_folded_norms_give_the_same_tokens_in_any_schedule(device, family, random_model):
     """To each other, and on a CPU, where nothing is rounded, to norms that are passes of their own."""
     folder = random_model(family, **SHAPE, max_position_embeddings=512)
     seen = {}
@@ -57,8 +58,7 @@ def test_folded_norms_give_the_same_tokens_in_any_schedule(device, family, rando
         decode = tuple(
             replace(op, kernel="4x4") if op.operator == "decode_attention" else op for op in folded.operations
         )
-        path = written(tmp_path, replace(folded, operations=decode))
-        seen[name], num_overlapped = run(config_for(folder, device, [path]))
+        seen[name], num_overlapped = run(config_for(folder, device, [replace(folded, operations=decode)]))
         assert num_overlapped > 2, name
     assert all(tokens == seen["sequential"] for tokens in seen.values())
     if device == "cpu":
@@ -97,32 +97,25 @@ def run(config: WorkerConfig) -> tuple[dict[str, list[int]], int]:
     return tokens, num_overlapped
 
 
-def config_for(folder, device: str, files=()) -> WorkerConfig:
+def config_for(folder, device: str, schedules=()) -> WorkerConfig:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
     limits = {"max_batch_tokens": ROWS, "max_slots": SLOTS, "page_size": 16, "num_pages": 400}
     dtype = "float32" if device == "cpu" else "bfloat16"
-    return WorkerConfig(folder, device=device, dtype=dtype, schedule_files=tuple(files), **limits)
-
-
-def written(folder, schedule: PipelineSchedule):
-    path = folder / f"{schedule.name}.json"
-    path.write_text(schedule.to_json())
-    return path
+    return WorkerConfig(folder, device=device, dtype=dtype, schedules=tuple(schedules), **limits)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_all_schedules_give_the_same_tokens(device, random_model, tmp_path):
+def test_all_schedules_give_the_same_tokens(device, random_model):
     folder = random_model("llama", **SHAPE, max_position_embeddings=512)
     seen = {}
     for name, schedule in schedules(folder).items():
-        path = written(tmp_path, same_kernels(replace(schedule, name=name.replace(" ", "-"))))
-        seen[name], num_overlapped = run(config_for(folder, device, [path]))
+        seen[name], num_overlapped = run(config_for(folder, device, [same_kernels(replace(schedule, name=name))]))
         assert num_overlapped > 2, name
     assert all(tokens == seen["sequential"] for tokens in seen.values())
 
 
-def test_only_batches_that_were_measured_run_by_a_measured_schedule(random_model, tmp_path):
+def test_only_batches_that_were_measured_run_by_a_measured_schedule(random_model):
     folder = random_model("llama", **SHAPE, max_position_embeddings=512)
     schedule = replace(
         schedules(folder)["overlapped at 12"],
@@ -131,9 +124,9 @@ def test_only_batches_that_were_measured_run_by_a_measured_schedule(random_model
         prefill_pairs=1e4,
         measured=Figures(100.0, 1040.0, 1000.0),
     )
-    _, some = run(config_for(folder, "cpu", [written(tmp_path, schedule)]))
+    _, some = run(config_for(folder, "cpu", [schedule]))
     slower = replace(schedule, name="slower", measured=Figures(100.0, 990.0, 1000.0))
-    _, none = run(config_for(folder, "cpu", [written(tmp_path, slower)]))
+    _, none = run(config_for(folder, "cpu", [slower]))
     assert some > 0
     assert none == 0
 
@@ -146,7 +139,7 @@ def test_built_in_nano_batches_run_too(random_model):
     assert none == 0 < num_overlapped
 
 
-def test_schedules_that_cannot_run_are_refused_before_anything_is_loaded(random_model, tmp_path):
+def test_schedules_that_cannot_run_are_refused_before_anything_is_loaded(random_model):
     folder = random_model("llama", **SHAPE, max_position_embeddings=512)
     spec = ModelSpec.from_folder(folder)
     operators = layer_operators(spec)
@@ -154,7 +147,7 @@ def test_schedules_that_cannot_run_are_refused_before_anything_is_loaded(random_
 
     def refused(schedule: PipelineSchedule, error: type[Exception], message: str) -> None:
         with pytest.raises(error, match=message):
-            check(replace(config, schedule_files=(written(tmp_path, schedule),)), spec)
+            check(replace(config, schedules=(schedule,)), spec)
 
     refused(sequential(operators, 2 * ROWS), CapacityError, "raise --max-num-batched-tokens")
     refused(sequential(operators[:-1], ROWS), InvalidScheduleError, "down covers 0")
@@ -169,12 +162,10 @@ def test_two_schedules_of_one_name_are_told_apart_or_refused(random_model, tmp_p
     folder = random_model("llama", **SHAPE, max_position_embeddings=512)
     operators = layer_operators(ModelSpec.from_folder(folder))
     expected, _ = run(config_for(folder, "cpu"))
-    files = []
     for rows in (64, ROWS):
         path = tmp_path / f"of {rows}.json"
         path.write_text(replace(decode_beside(operators, rows, rows // 2, 0.5), name="mine").to_json())
-        files.append(path)
-    tokens, num_overlapped = run(config_for(folder, "cpu", files))
+    tokens, num_overlapped = run(config_for(folder, "cpu", read_folder(tmp_path)))
     assert tokens == expected
     assert num_overlapped > 2
     executor = CudaExecutor(config_for(folder, "cpu"))

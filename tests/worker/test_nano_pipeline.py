@@ -73,16 +73,14 @@ def random_schedule(operators, cuts, choose):
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_valid_schedule_gives_the_same_tokens(data, random_model, planner, ask, expected, tmp_path_factory):
+def test_any_valid_schedule_gives_the_same_tokens(data, random_model, planner, ask, expected):
     folder = random_model("llama")
     operators = layer_operators(ModelSpec.from_folder(folder))
     cut = st.lists(st.integers(1, BATCH - 1), max_size=3, unique=True).map(sorted)
     cuts = {operator.name: data.draw(cut) for operator in operators}
     schedule = random_schedule(operators, cuts, lambda ready: data.draw(st.sampled_from(ready)))
     schedule.validate(operators)
-    path = tmp_path_factory.mktemp("schedules") / "random.json"
-    path.write_text(schedule.to_json())
-    worker = load(folder, schedule_files=(path,))
+    worker = load(folder, schedules=(schedule,))
     assert planner(worker).run(requests(ask)) == expected["llama"]
 
 
@@ -116,11 +114,8 @@ def test_the_dense_batch_is_what_memory_keeps_full_for_the_lengths_that_are_expe
     assert Worker(replace(config, max_batch_tokens=50, **lengths)).capacity.max_batch_tokens == 50
 
 
-def test_schedules_of_files_become_the_buckets(random_model, tmp_path):
+def test_sizes_of_schedules_are_buckets_too(random_model):
     folder = random_model("llama")
-    paths = []
-    for size in (64, 16):
-        paths.append(tmp_path / f"{size}.json")
-        paths[-1].write_text(sequential(layer_operators(ModelSpec.from_folder(folder)), size).to_json())
-    worker = Worker(WorkerConfig(folder, schedule_files=tuple(paths)))
-    assert [bucket.batch_tokens for bucket in worker.capacity.buckets] == [16, 64]
+    operators = layer_operators(ModelSpec.from_folder(folder))
+    worker = Worker(WorkerConfig(folder, schedules=tuple(sequential(operators, size) for size in (48, 5))))
+    assert [bucket.batch_tokens for bucket in worker.capacity.buckets] == [5, 32, 48, 64, 128, 256]

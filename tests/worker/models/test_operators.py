@@ -73,7 +73,7 @@ def test_rows_of_others_are_read_where_the_graph_says_so(family, random_model):
     assert derived == {operator.name: set(operator.earlier_rows) for operator in layer_operators(spec)}
 
 
-def test_a_worker_refuses_a_schedule_in_the_wrong_order(random_model, tmp_path):
+def test_a_worker_refuses_a_schedule_in_the_wrong_order(random_model):
     folder = random_model("llama")
     names = [operator.name for operator in layer_operators(ModelSpec.from_folder(folder))]
     for first, second in pairwise(names):
@@ -81,7 +81,5 @@ def test_a_worker_refuses_a_schedule_in_the_wrong_order(random_model, tmp_path):
             continue  # neither needs the other
         swapped = [{first: second, second: first}.get(name, name) for name in names]
         schedule = PipelineSchedule("swapped", 16, tuple(NanoOperation(name, 0, 16) for name in swapped))
-        path = tmp_path / "schedule.json"
-        path.write_text(schedule.to_json())
         with pytest.raises(InvalidScheduleError, match="runs before"):
-            Worker(WorkerConfig(folder, schedule_files=(path,)))
+            Worker(WorkerConfig(folder, schedules=(schedule,)))

@@ -1,0 +1,60 @@
+"""Schedules on one GPU: each one a captured graph, held by the schedule's name.
+
+While serving, a new one is first run on a twin of the model, with buffers and streams of its own, so that its kernels
+are compiled and chosen; then the serving model's launches are captured, which runs nothing. Both happen in the caller's
+thread, on other streams than the iterations. On a CPU, for tests, there is nothing to capture. Knows nothing of which
+schedule an iteration runs by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule
+from worker.cuda_model import CudaModel, GraphKey
+from worker.streams import PartitionError
+
+
+class CudaSchedules:
+    """The worker.schedule_sets.Runner of a rank on a GPU."""
+
+    def __init__(self, model: CudaModel, twin: CudaModel | None, pool: Any) -> None:
+        """twin: to try schedules on; None where nothing is captured. pool: of the model's graphs."""
+        self._model, self._twin, self._pool = model, twin, pool
+        self._device = model.view.block.device
+        self._stream = None if twin is None else torch.cuda.Stream(self._device)
+
+    def prepare(self, schedule: PipelineSchedule) -> None:
+        key = GraphKey(schedule.batch_tokens, True, schedule.name)
+        try:
+            with torch.inference_mode():
+                self._model.use_schedules([schedule])
+                if self._twin is not None:
+                    self._try(self._twin, schedule, key)
+                    self._model.capture(key, self._pool)
+        except PartitionError as error:
+            raise InvalidScheduleError(str(error)) from None
+
+    def release(self, name: str) -> None:
+        self._model.forget(name)
+
+    def mark(self) -> Callable[[], None]:
+        """In the thread that launches iterations."""
+        if self._stream is None:
+            return lambda: None
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+        return event.synchronize
+
+    def _try(self, twin: CudaModel, schedule: PipelineSchedule, key: GraphKey) -> None:
+        assert self._stream is not None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            try:
+                twin.use_schedules([schedule])
+                twin.warm_up(key)
+                self._stream.synchronize()
+            finally:
+                twin.forget(schedule.name)
