@@ -30,12 +30,16 @@ def read_folder(folder: Path) -> tuple[PipelineSchedule, ...]:
     files = [path for path in sorted(folder.glob("*.json")) if path.name != INDEX]
     if not files:
         raise StoreError(f"no schedule lies in {folder}; `nanoflow tune` makes them")
+    return tuple(map(_read, files))
+
+
+def _read(path: Path) -> PipelineSchedule:
     try:
-        return tuple(named_by_file(path) for path in files)
+        return named_by_file(path)
     except InvalidScheduleError as error:
-        raise StoreError(str(error)) from None
+        raise StoreError(f"{path}: {error}") from None
     except OSError as error:
-        raise StoreError(f"{error.filename} cannot be read: {error.strerror}") from None
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave the other ranks and free the memory. Idempotent."""
+        self.schedules.close()
         if self._mover is not None:
             self._mover.close()
         if self._group is not None:

@@ -109,6 +109,7 @@ class ScheduleSets:
     def prepare(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
         """Make a set ready under this number. Raises SchedulesRefusedError."""
         with self._lock:
+            self._check_open()
             self._free()
             self._rules.check(schedules)
             named = [self._named(schedule, number) for schedule in schedules]
@@ -156,18 +157,19 @@ class ScheduleSets:
     def _check_room(self, num_new: int) -> None:
         room, needed = self._rules.room, len(self._held) + num_new
         if num_new and not room:
-            raise SchedulesRefusedError(
-                f"the engine holds none but its first ones: start it with --max-schedules {needed}"
-            )
+            raise SchedulesRefusedError(f"no room was kept for other schedules: start with --max-schedules {needed}")
         if num_new and needed > room:
             raise SchedulesRefusedError(
                 f"{num_new} new schedules beside the {len(self._held)} that serve are {needed}, and at the start "
                 f"memory was reserved for {room}: leave some out, or start with --max-schedules {needed}"
             )
 
-    def _hold(self, schedule: PipelineSchedule) -> None:
+    def _check_open(self) -> None:
         if self._closed:
             raise SchedulesRefusedError("the engine is being closed")
+
+    def _hold(self, schedule: PipelineSchedule) -> None:
+        self._check_open()
         self._held[schedule.name] = schedule
         try:
             self._runner.prepare(schedule)

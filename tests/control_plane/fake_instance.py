@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autosearch.pipeline import PipelineSchedule
 from control_plane.instance import InstanceLost
 from scheduler.plan import (
     Cancel,
@@ -22,6 +23,7 @@ from scheduler.plan import (
     StepStats,
 )
 from scheduler.request import FinishReason, NewRequest
+from worker.schedule_sets import SchedulesRefusedError
 
 PAGE_SIZE = 16
 QUEUE_S = 0.001  # what each request is said to have waited
@@ -61,6 +63,11 @@ class FakeInstance:
         self.fail_on: dict[tuple[int, ...], str] = {}  # prompts that end as FAILED, with what message
         self.submitted: list[NewRequest] = []
         self.cancelled: list[Cancel] = []
+        self.prepared: dict[int, Sequence[PipelineSchedule]] = {}  # sets of schedules
+        self.used: list[int] = []  # their numbers
+        self.refuses = ""  # why sets are refused
+        self.ready_to_prepare = asyncio.Event()
+        self.ready_to_prepare.set()
         self.submit_calls = 0
         self.num_steps = 0
         self.stalled = False
@@ -104,6 +111,22 @@ class FakeInstance:
     async def flush_cache(self):
         self._check()
         return 5
+
+    async def prepare_schedules(self, number, schedules):
+        await self.ready_to_prepare.wait()
+        self._check()
+        if self.refuses:
+            raise SchedulesRefusedError(self.refuses)
+        self.prepared[number] = schedules
+
+    async def use_schedules(self, number):
+        self._check()
+        assert number in self.prepared
+        self.used.append(number)
+
+    async def drop_schedules(self, number):
+        self._check()
+        self.prepared.pop(number, None)
 
     async def close(self):
         self.closed = True

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 from fake_instance import capacity
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RayTaskError
 
 from control_plane import cluster, pulse
 from control_plane.cluster import RayInstance
 from control_plane.instance import InstanceLost
+from worker.schedule_sets import SchedulesRefusedError
 
 
 class Actor:
@@ -85,6 +86,62 @@ async def test_a_dead_worker_is_noticed_at_once(parts):
     with pytest.raises(InstanceLost, match="ended unexpectedly"):
         await asyncio.wait_for(waiting, 5)
     assert time.monotonic() - died_at < 0.15
+
+
+def exchanging(calls: list, name: str, refusal: BaseException | None = None) -> Actor:
+    """A worker that takes longer for schedules than a silent one has; calls are noted."""
+
+    async def lifeline():
+        await asyncio.Event().wait()
+
+    async def progress():
+        return "loaded"
+
+    async def prepare_schedules(number, schedules):
+        await asyncio.sleep(0.5)
+        calls.append((name, "prepared", number))
+        if refusal is not None:
+            raise refusal
+
+    async def drop_schedules(number):
+        calls.append((name, "dropped", number))
+
+    return Actor(
+        lifeline=lifeline, progress=progress, prepare_schedules=prepare_schedules, drop_schedules=drop_schedules
+    )
+
+
+async def test_schedules_are_made_ready_on_all_ranks_however_long_that_takes(parts):
+    calls = []
+
+    async def use_schedules(number):
+        await asyncio.sleep(0.5)
+        calls.append(("scheduler", "uses", number))
+
+    scheduler = Actor(use_schedules=use_schedules)
+    instance = RayInstance("i", capacity(), None, scheduler, [exchanging(calls, "0"), exchanging(calls, "1")])
+    await instance.prepare_schedules(3, [])
+    assert sorted(calls) == [("0", "prepared", 3), ("1", "prepared", 3)]
+    await instance.use_schedules(3)
+    assert calls[2:] == [("scheduler", "uses", 3)]
+
+
+@pytest.mark.parametrize(
+    ("failure", "raised", "message"),
+    [
+        (RayTaskError("prepare", "...", SchedulesRefusedError("x: lanes overlap")), SchedulesRefusedError, "x: lanes"),
+        (RayActorError(), InstanceLost, "ended unexpectedly"),
+    ],
+)
+async def test_what_a_rank_says_of_schedules_is_told_when_no_rank_is_at_them_any_more(parts, failure, raised, message):
+    calls = []
+    refusing = exchanging(calls, "0", failure)
+    instance = RayInstance("i", capacity(), None, Actor(), [refusing, exchanging(calls, "1")])
+    with pytest.raises(raised, match=message):
+        await instance.prepare_schedules(3, [])
+    assert sorted(calls) == [("0", "prepared", 3), ("1", "prepared", 3)]
+    await instance.drop_schedules(3)
+    assert sorted(calls[2:]) == [("0", "dropped", 3), ("1", "dropped", 3)]
 
 
 def test_silence_is_noticed_within_five_seconds():

@@ -2,12 +2,16 @@
 
 import multiprocessing
 import queue
+import threading
 import traceback
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from autosearch.operators import layer_operators
+from autosearch.pipeline import Figures, nanobatch_only
 from worker.config import WorkerConfig
 from worker.executor import Worker
 from worker.parallel import SingleRank, make_group
@@ -80,6 +84,69 @@ def config(folder, size):
         nano_batches=2,
         join_timeout_s=TIMEOUT_S,
     )
+
+
+class Exchanging:
+    """A worker that gets other schedules before some of its steps, prepared while an earlier one runs."""
+
+    def __init__(self, worker, sets):
+        self.worker, self.sets = worker, sets
+        self.capacity = worker.capacity
+        self.num_overlapped = 0
+
+    def execute(self, plan):
+        number, phase = divmod(plan.step, 5)
+        preparing = None
+        if phase == 1:
+            arguments = (number, self.sets[number % len(self.sets)])
+            preparing = threading.Thread(target=self.worker.schedules.prepare, args=arguments)
+            preparing.start()
+        elif phase == 3:
+            self.worker.schedules.use(number)
+        result = self.worker.execute(plan)
+        self.num_overlapped += result.overlapped
+        if preparing is not None:
+            preparing.join()
+        return result
+
+
+def run_exchanging_rank(config, rank, rendezvous, planner, asks, sets, results):
+    try:
+        worker = Worker(config, rank)
+        worker.load(rendezvous=rendezvous)
+        exchanging = Exchanging(worker, sets)
+        results.put((rank, planner(exchanging).run(asks), exchanging.num_overlapped))
+        worker.close()
+    except Exception:
+        results.put((rank, traceback.format_exc(), None))
+
+
+def test_ranks_that_exchange_schedules_at_the_same_step_give_the_same_tokens(
+    random_model, ranks, planner, ask, tmp_path
+):
+    folder = random_model("llama", vocab_size=101)
+    alone = Worker(config(folder, 1))
+    alone.load()
+    expected = planner(alone).run(requests(ask))
+    operators = layer_operators(alone.spec, 2)
+    sets = [
+        [measured(nanobatch_only(operators, rows, count), share) for rows in (4, 8, 16, 32) for share in (0.1, 0.5, 1)]
+        for count in (2, 3)
+    ]
+    of_two = replace(config(folder, 2), nano_batches=1, max_schedules=40)
+    rendezvous = (tmp_path / "rendezvous").as_uri()
+    arguments = [(of_two, rank, rendezvous, planner, requests(ask), sets) for rank in range(2)]
+    answers = ranks(run_exchanging_rank, arguments)
+    assert answers[0] == answers[1]
+    tokens, num_overlapped = answers[0]
+    assert tokens == expected
+    assert num_overlapped > 3
+
+
+def measured(schedule, share):
+    name, figures = f"{schedule.name} at {share}", Figures(100.0, 1050.0, 1000.0)
+    workload = {"decode_share": share, "mean_context": 25.0, "prefill_pairs": 1e3}
+    return replace(schedule, name=name, gpu="cpu", measured=figures, **workload)
 
 
 def run_over(size, folder, ranks, planner, ask, tmp_path):

@@ -70,7 +70,7 @@ def rope_append(
     a, b = turned.float().chunk(2, dim=-1)
     c, s = cos[positions[rows].long()][:, None], sin[positions[rows].long()][:, None]
     turned = torch.cat([a * c - b * s, b * c + a * s], dim=-1).to(qkv.dtype)
-    qkv[rows, : num_heads * head_dim] = turned[:, :num_heads].reshape(len(rows), -1)
+    qkv[rows, : num_heads * head_dim] = turned[:, :num_heads].reshape(len(rows), num_heads * head_dim)
     page, offset = cells[rows].long() // page_size, cells[rows].long() % page_size
     k_pages[page, :, offset] = turned[:, num_heads:]
     v_pages[page, :, offset] = v
