@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: no shape is met first while serving
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
+_EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
 _NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
 
@@ -253,7 +254,8 @@ class _Loader:
             staging=staging,
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
-            graphs=(len(_graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES,
+            graphs=(len(_graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES
+            + (_EXCHANGE_BYTES if self._twin else 0),
         )
 
 

@@ -1,9 +1,9 @@
 """Schedules on one GPU: each one a captured graph, held by the schedule's name.
 
 While serving, a new one is first run on a twin of the model, with buffers and streams of its own, so that its kernels
-are compiled and chosen; then the serving model's launches are captured, which runs nothing. Both happen in the caller's
-thread, on other streams than the iterations. On a CPU, for tests, there is nothing to capture. Knows nothing of which
-schedule an iteration runs by.
+are compiled and chosen; then the serving model's launches are captured, which runs nothing. Both happen on other
+streams than the iterations, in another thread than the one that launches them. On a CPU, for tests, there is nothing to
+capture. Knows nothing of which schedule an iteration runs by.
 """
 
 from __future__ import annotations

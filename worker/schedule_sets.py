@@ -1,16 +1,17 @@
 """The schedules that a rank runs by, and their exchange for others while it serves.
 
-A new set is prepared beside the iterations, in the thread of whoever asks for it, and used from one iteration on. What
-no set needs any more is freed when the last iteration that may run by it has ended. A set is taken as a whole or not
-at all. Knows nothing of devices: what makes a schedule runnable is passed in.
+A new set is prepared beside the iterations, in a thread of its own, and used from one iteration on. What no set needs
+any more is freed when the last iteration that may run by it has ended. A set is taken as a whole or not at all. Knows
+nothing of devices: what makes a schedule runnable is passed in.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,7 +26,10 @@ class SchedulesRefusedError(ValueError):
 
 
 class Runner(Protocol):
-    """A device that runs iterations by schedules, each held under its name."""
+    """A device that runs iterations by schedules, each held under its name.
+
+    mark() is called from the thread that hands iterations over, all else from one other thread.
+    """
 
     def prepare(self, schedule: PipelineSchedule) -> None:
         """Make it runnable, beside the iterations. Raises InvalidScheduleError for what cannot run there."""
@@ -88,7 +92,7 @@ class ScheduleSets:
     """The set that serves, those that are ready to, and what is held for them.
 
     prepare() and drop() may take long, and are called from any thread; use() returns at once, and is called from the
-    one that hands iterations over.
+    one that hands iterations over. One thread prepares and frees, whoever asks: a GPU's libraries keep memory for each.
     """
 
     def __init__(self, rules: ScheduleRules, runner: Runner, first: Sequence[PipelineSchedule]) -> None:
@@ -98,8 +102,7 @@ class ScheduleSets:
         self._held = {schedule.name: schedule for schedule in first if may_be_chosen(schedule)}
         self._ready: dict[int, ScheduleSet] = {}
         self._retired: list[Callable[[], None]] = []  # for each set that serves no more, what waits for its iterations
-        self._lock = threading.Lock()  # held while something is prepared or freed; never by use()
-        self._closed = False
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="schedules")
 
     @property
     def choice(self) -> ScheduleChoice | None:
@@ -108,48 +111,65 @@ class ScheduleSets:
 
     def prepare(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
         """Make a set ready under this number. Raises SchedulesRefusedError."""
-        with self._lock:
-            self._check_open()
-            self._free()
-            self._rules.check(schedules)
-            named = [self._named(schedule, number) for schedule in schedules]
-            new = [schedule for schedule in named if may_be_chosen(schedule) and schedule.name not in self._held]
-            self._check_room(len(new))
-            try:
-                for schedule in new:
-                    self._hold(schedule)
-                self._ready[number] = ScheduleSet.of(named)
-            finally:
-                self._free()  # where one was refused, the new ones before it
+        self._run(lambda: self._prepare(number, schedules))
 
     def use(self, number: int) -> ScheduleChoice | None:
         """Serve by the set that was made ready under this number, from the next iteration on."""
         self._retired.append(self._runner.mark())  # before the exchange: from then on the old set may be freed
         self._serving = self._ready[number]
         del self._ready[number]
-        threading.Thread(target=self.free, name="schedules", daemon=True).start()
+        with suppress(RuntimeError):  # closed: all is freed with the device
+            self._thread.submit(self._free)
         return self.choice
 
     def drop(self, number: int) -> None:
         """Free a set that is ready and was not used. One that is not there is ignored."""
-        with self._lock:
-            if self._ready.pop(number, None) is not None:
-                self._free()
+        self._run(lambda: self._drop(number))
 
     def free(self) -> None:
-        """Free what no set needs any more, as soon as its last iteration has ended."""
-        with self._lock:
-            self._free()
+        """Wait until all is freed that no set needs any more."""
+        self._run(self._free)
 
     def close(self) -> None:
-        """Prepare nothing more; waits for what is being prepared."""
-        self._closed = True
-        with self._lock:
-            pass
+        """Prepare and free nothing more; waits for what is under way. Idempotent."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _named(self, schedule: PipelineSchedule, number: int) -> PipelineSchedule:
-        """Under the name of one that is held and runs the same way, or under one that no other has."""
-        same = next((name for name, each in self._held.items() if _same(each, schedule)), None)
+    def _run(self, work: Callable[[], None]) -> None:
+        closed = SchedulesRefusedError("the engine is being closed")
+        try:
+            running = self._thread.submit(work)
+        except RuntimeError:
+            raise closed from None
+        try:
+            running.result()
+        except CancelledError:
+            raise closed from None
+
+    def _prepare(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
+        self._free()
+        self._rules.check(schedules)
+        named: list[PipelineSchedule] = []
+        new: dict[str, PipelineSchedule] = {}
+        for schedule in schedules:
+            schedule = self._named(schedule, number, new)
+            named.append(schedule)
+            if may_be_chosen(schedule) and schedule.name not in self._held:
+                new[schedule.name] = schedule
+        self._check_room(len(new))
+        try:
+            for schedule in new.values():
+                self._hold(schedule)
+            self._ready[number] = ScheduleSet.of(named)
+        finally:
+            self._free()  # where one was refused, the new ones before it
+
+    def _drop(self, number: int) -> None:
+        self._ready.pop(number, None)
+        self._free()
+
+    def _named(self, schedule: PipelineSchedule, number: int, new: Mapping[str, PipelineSchedule]) -> PipelineSchedule:
+        """Under the name of one that is held, or will be, and runs the same way; or under one that no other has."""
+        same = next((name for name, each in {**self._held, **new}.items() if _same(each, schedule)), None)
         if same is None and schedule.name in self._held:
             same = f"{schedule.name}#{number}"
         return schedule if same is None else replace(schedule, name=same)
@@ -164,12 +184,7 @@ class ScheduleSets:
                 f"memory was reserved for {room}: leave some out, or start with --max-schedules {needed}"
             )
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise SchedulesRefusedError("the engine is being closed")
-
     def _hold(self, schedule: PipelineSchedule) -> None:
-        self._check_open()
         self._held[schedule.name] = schedule
         try:
             self._runner.prepare(schedule)

@@ -5,7 +5,12 @@ On a CPU the same executor runs the reference kernels, lane after lane.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
+import json
+import statistics
+import threading
+import time
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from autosearch.pipeline import Figures, InvalidScheduleError, PipelineSchedule,
 from autosearch.schedule_store import read_folder
 from autosearch.specs import ModelSpec
 from scheduler.loop import EngineLoop
+from scheduler.plan import StepStats
 from scheduler.request import NewRequest, SamplingParams
 from scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.config import WorkerConfig
@@ -23,6 +29,7 @@ from worker.cuda_executor import CudaExecutor
 from worker.cuda_loading import check
 from worker.executor import CapacityError
 from worker.folded_norms import fold_norms
+from worker.schedule_sets import SchedulesRefusedError
 
 ROWS, SLOTS = 160, 12
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -95,6 +102,138 @@ def run(config: WorkerConfig) -> tuple[dict[str, list[int]], int]:
     loop.run()
     executor.close()
     return tokens, num_overlapped
+
+
+def run_exchanging(config: WorkerConfig, requests: list[NewRequest], sets, pause_s: float = 0.0) -> Exchanged:
+    """All requests, while the engine gets one set of schedules after the other; without sets, just all requests.
+
+    pause_s: after each iteration, where they would be over before a set is ready.
+    """
+    executor = CudaExecutor(config)
+    found = Exchanged({request.request_id: [] for request in requests}, [], 0)
+    left = set(found.tokens)
+
+    def emit(batch) -> None:
+        found.steps.append(batch.stats)
+        for name, token in zip(batch.request_ids, batch.token_ids.tolist()):
+            found.tokens[name].append(token)
+        left.difference_update(end.request_id for end in batch.ends)
+        time.sleep(pause_s)
+
+    def exchange() -> None:
+        for schedules in itertools.cycle(sets):
+            if not left:
+                break
+            executor.prepare_schedules(found.num_exchanges, schedules)
+            loop.use_schedules(found.num_exchanges).result(60)
+            found.num_exchanges += 1
+
+    scheduler = SchedulerConfig(enable_prefix_caching=False, max_waiting=len(requests))
+    loop = EngineLoop(Scheduler(scheduler, executor.capacity), executor, emit, 60.0)
+    loop.submit(requests)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    try:
+        exchange()
+        while left and thread.is_alive():
+            time.sleep(0.01)
+    finally:
+        loop.stop()
+        thread.join(60)
+        executor.close()
+    assert not left
+    return found
+
+
+@dataclass
+class Exchanged:
+    """What came of requests whose engine got other schedules meanwhile."""
+
+    tokens: dict[str, list[int]]
+    steps: list[StepStats]
+    num_exchanges: int
+
+
+def measured_here(schedule: PipelineSchedule, device: str, shares, mean_context: float) -> list[PipelineSchedule]:
+    """As if it had been measured to be faster, for batches with these shares of decodes."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    gpu = "cpu" if device == "cpu" else torch.cuda.get_device_name()
+    figures, pairs = Figures(100.0, 1040.0, 1000.0), 1e4
+    measured = replace(schedule, gpu=gpu, mean_context=mean_context, prefill_pairs=pairs, measured=figures)
+    return [replace(measured, name=f"at {share}", decode_share=share) for share in shares]
+
+
+def requests_of(num: int, prompt_len: int, max_tokens: int, vocab_size: int) -> list[NewRequest]:
+    draw = torch.Generator().manual_seed(2)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    prompts = torch.randint(0, vocab_size, (num, prompt_len), generator=draw).tolist()
+    return [NewRequest(f"r{number}", tuple(prompt), sampling) for number, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_schedules_are_exchanged_while_requests_run_and_their_tokens_stay(device, random_model):
+    """All in the same kernels, for the shares of decodes that full batches have here."""
+    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    operators = layer_operators(ModelSpec.from_folder(folder))
+    shapes = [decode_beside(operators, ROWS, cut, share) for cut, share in ((4, 0.5), (SLOTS, 0.25), (100, 0.5))]
+    sets = [measured_here(same_kernels(shape), device, (0.0, 0.05, 0.1), 70.0) for shape in shapes]
+    config = config_for(folder, device, sets[0])
+    requests = requests_of(60, 64, 12, 101)
+    expected = run_exchanging(config, requests, ())
+    found = run_exchanging(config, requests, sets, 0.0 if device == "cpu" else 0.3)
+    assert found.tokens == expected.tokens
+    assert found.num_exchanges > 3
+    assert sum(step.overlapped for step in found.steps) == sum(step.overlapped for step in expected.steps) > 20
+
+
+# Of iterations of some ms; a CPU runs the same with less, and has no promise to keep.
+LONG = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 4}
+LONG |= {"num_hidden_layers": 16, "vocab_size": 32000}
+SHORT = {**SHAPE, "num_hidden_layers": 2, "vocab_size": 101}
+
+
+SHARES = (0.0, 0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_no_iteration_waits_for_an_exchange(device, tmp_path):
+    """The first exchange compiles kernels and makes SM partitions, later ones only capture. Says what it saw."""
+    is_gpu = device == "cuda"
+    rows, slots, prompt_len, max_tokens, count = (2048, 512, 256, 60, 8000) if is_gpu else (ROWS, SLOTS, 128, 4, 60)
+    shape = LONG if is_gpu else SHORT
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 512, **shape}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-5, "rope_theta": 10000.0}))
+    operators = layer_operators(ModelSpec.from_folder(tmp_path))
+    shapes = [decode_beside(operators, rows, slots, share) for share in (0.5, 0.375, 0.25)]
+    sets = [measured_here(each, device, SHARES, 1.1 * prompt_len) for each in shapes]
+    base = config_for(tmp_path, device)
+    limits = {"max_batch_tokens": rows, "max_slots": slots, "num_pages": None if is_gpu else 400, "max_model_len": 512}
+    engine = replace(base, load_format="dummy", max_schedules=8, kv_cache_bytes=(8 << 30) if is_gpu else None, **limits)
+    found = run_exchanging(engine, requests_of(count, prompt_len, max_tokens, shape["vocab_size"]), sets)
+    full = [step for step in found.steps if step.num_tokens == rows]
+    seconds = [step.run_s + step.idle_s for step in full[2:]]
+    median, longest = statistics.median(seconds), max(seconds)
+    num_overlapped, num_late = sum(step.overlapped for step in full), sum(step.late for step in full)
+    print(f"{found.num_exchanges} exchanges, {len(full)} full iterations, {num_overlapped} overlapped, {num_late} late")
+    print(f"median {median * 1e3:.2f} ms, longest {longest * 1e3:.2f}, mean {statistics.fmean(seconds) * 1e3:.2f}")
+    assert found.num_exchanges > 1
+    assert num_overlapped > 20
+    if is_gpu:
+        assert longest < 3 * median
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_exchange_that_needs_more_than_was_reserved_is_refused(device, random_model):
+    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    shape = schedules(folder)["overlapped at 12"]
+    executor = CudaExecutor(config_for(folder, device, measured_here(shape, device, (0.0,), 70.0)))
+    others = [decode_beside(layer_operators(executor.spec), ROWS, cut, 0.5) for cut in (4, 100)]
+    two = [replace(measured_here(other, device, (0.0,), 70.0)[0], name=str(at)) for at, other in enumerate(others)]
+    with pytest.raises(SchedulesRefusedError, match="at the start memory was reserved for 2"):
+        executor.prepare_schedules(1, two)
+    executor.prepare_schedules(2, two[:1])
+    executor.close()
 
 
 def config_for(folder, device: str, schedules=()) -> WorkerConfig:

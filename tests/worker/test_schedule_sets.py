@@ -100,6 +100,15 @@ def test_schedules_that_stay_are_not_prepared_again_even_under_another_name():
     assert (chosen(sets, 128), chosen(sets, 64)) == ("a", "b")
 
 
+def test_batches_with_the_same_schedule_share_it():
+    sets, runner = sets_of()
+    elsewhere = replace(measured("b", 64), decode_share=0.9)
+    sets.prepare(1, [measured("a", 64), elsewhere])
+    sets.use(1)
+    assert runner.prepare_calls == ["a"]
+    assert (chosen(sets, 64), chosen(sets, 230)) == ("a", "a")
+
+
 def test_another_schedule_of_a_name_that_serves_is_told_apart():
     sets, runner = sets_of(measured("best"))
     sets.prepare(1, [measured("best", 64)])
