@@ -10,10 +10,15 @@ from contextlib import nullcontext
 import grpc
 import pytest
 from fake_instance import FakeInstance, output_of
+from harness import until
 
+from autosearch.operators import layer_operators
+from autosearch.pipeline import nanobatch_only
+from autosearch.specs import ModelSpec
 from control_plane import serve
+from control_plane.cluster import InstanceConfig
 from control_plane.config import EngineConfig, ServerConfig
-from control_plane.pb import generation_pb2, generation_pb2_grpc
+from control_plane.pb import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 from control_plane.validation import Limits
 
 PROMPT = [20, 21, 22]
@@ -22,8 +27,9 @@ PROMPT = [20, 21, 22]
 class Serving:
     """A server under way in this process."""
 
-    def __init__(self, monkeypatch, capsys, folder, *, broken_start=0):
+    def __init__(self, monkeypatch, capsys, folder, *, broken_start=0, schedules=None):
         self.instances: list[FakeInstance] = []
+        self.configs: list[InstanceConfig] = []  # that they were started with
         self.exit_bounds: list[float] = []
         self._capsys = capsys
         self._shown = ""
@@ -32,14 +38,15 @@ class Serving:
         async def start_instance(name, config, progress, prepare=None):
             if len(self.instances) + 1 == self._broken_start:
                 raise RuntimeError("the cluster is on fire")
+            self.configs.append(config)
             self.instances.append(FakeInstance(name, step_s=0.01))
             return self.instances[-1]
 
         monkeypatch.setattr(serve, "connected", lambda num_cpus: nullcontext())
         monkeypatch.setattr(serve, "start_instance", start_instance)
         monkeypatch.setattr(serve, "exit_within", self.exit_bounds.append)
-        options = EngineConfig(model=folder), ServerConfig(port=0, metrics_port=0, shutdown_timeout=10), Limits()
-        self.task = asyncio.create_task(serve.run(*options))
+        server = ServerConfig(port=0, metrics_port=0, shutdown_timeout=10)
+        self.task = asyncio.create_task(serve.run(EngineConfig(model=folder, schedules=schedules), server, Limits()))
 
     async def address(self) -> str:
         async with asyncio.timeout(10):
@@ -57,6 +64,31 @@ def question(max_tokens):
 
 async def read(call):
     return [token async for response in call for token in response.delta.token_ids]
+
+
+async def test_the_instance_after_a_lost_one_has_the_schedules_that_served_last(
+    monkeypatch, capsys, stories_folder, tmp_path
+):
+    """Although the folder of the start has none any more; and room for as many as the first instance."""
+    operators = layer_operators(ModelSpec.from_folder(stories_folder))
+    for name, count in (("first", 2), ("second", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.json").write_text(nanobatch_only(operators, 64, count).to_json())
+    serving = Serving(monkeypatch, capsys, stories_folder, schedules=tmp_path / "first")
+    async with grpc.aio.insecure_channel(await serving.address()) as channel:
+        admin = admin_pb2_grpc.AdminStub(channel)
+        for folder in ("", str(tmp_path / "second")):
+            await admin.ReloadSchedules(admin_pb2.ReloadSchedulesRequest(folder=folder))
+    for name in ("first", "second"):
+        (tmp_path / name / f"{name}.json").unlink()
+    serving.instances[0].lose()
+    await until(lambda: len(serving.configs) == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await serving.task == 0
+    assert serving.instances[0].used == [1, 2]
+    names = [[schedule.name for schedule in config.worker.schedules] for config in serving.configs]
+    assert names == [["first"], ["second"]]
+    assert [config.worker.schedule_room for config in serving.configs] == [2, 2]
 
 
 @pytest.mark.parametrize("why", ["sigterm", "supervisor"])
