@@ -189,12 +189,19 @@ class LocalExecutor:
     def use_schedules(self, number: int) -> None:
         """Plans submitted from now on run by the set that was prepared under this number."""
         with suppress(RuntimeError):  # closed: there are no such plans
-            self._thread.submit(self._worker.schedules.use, number)
+            self._thread.submit(self._use, number)
 
     def close(self) -> None:
         """Drop plans that have not begun, wait for the one that has, free everything. Idempotent."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._worker.close()
+
+    def _use(self, number: int) -> None:
+        try:
+            self._worker.schedules.use(number)
+        except Exception as error:  # nobody waits for this call: the next plan's result tells
+            log.exception("schedules %d cannot be used", number)
+            self._failure = error
 
     def _execute(self, plan: IterationPlan) -> StepResult:
         # After a failed step the KV cache is not what later plans count on.

@@ -153,12 +153,18 @@ def plan_of(step):
     )
 
 
+class NoSchedules:
+    def use(self, number):
+        raise KeyError(f"no set {number}")
+
+
 class SlowWorker:
     """A stand-in whose steps wait for a signal."""
 
     capacity = object()
 
     def __init__(self):
+        self.schedules = NoSchedules()
         self.go = threading.Semaphore(0)
         self.seen = []
         self.closed = 0
@@ -210,6 +216,12 @@ class TestLocalExecutor:
         with pytest.raises(ExecutorError, match="earlier step failed"):
             executor.submit(plan_of(15)).result(5)
         assert [step for step, _ in worker.seen] == [13]
+
+    def test_a_set_of_schedules_that_was_never_ready_loses_the_executor(self, worker, executor):
+        executor.use_schedules(9)
+        with pytest.raises(ExecutorError, match="earlier step failed: 'no set 9'"):
+            executor.submit(plan_of(0)).result(5)
+        assert worker.seen == []
 
     def test_closing_drops_what_has_not_begun(self, worker, executor):
         running, waiting = executor.submit(plan_of(0)), executor.submit(plan_of(1))
