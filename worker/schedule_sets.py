@@ -8,10 +8,11 @@ nothing of devices: what makes a schedule runnable is passed in.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +20,8 @@ from autosearch.pipeline import InvalidScheduleError, PipelineSchedule
 from worker.schedule_choice import ScheduleChoice, may_be_chosen
 
 log = logging.getLogger(__name__)
+
+_GIVE_WAY_S = 2e-4  # Python's own 5 ms are more than a whole iteration of few requests
 
 
 class SchedulesRefusedError(ValueError):
@@ -88,6 +91,17 @@ class ScheduleSet:
         return cls(ScheduleChoice(schedules) if schedules else None, names)
 
 
+@contextmanager
+def _giving_way() -> Iterator[None]:
+    """Meanwhile a thread that wants the interpreter, as the one that serves often does, gets it after _GIVE_WAY_S."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(_GIVE_WAY_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 class ScheduleSets:
     """The set that serves, those that are ready to, and what is held for them.
 
@@ -145,6 +159,7 @@ class ScheduleSets:
         except CancelledError:
             raise closed from None
 
+    @_giving_way()
     def _prepare(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
         self._free()
         self._rules.check(schedules)

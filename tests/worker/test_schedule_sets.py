@@ -1,5 +1,6 @@
 """Sets of schedules are taken as a whole or not at all, and nothing is freed that an iteration may still run by."""
 
+import sys
 import threading
 from dataclasses import replace
 
@@ -162,6 +163,19 @@ def test_no_more_than_there_is_room_for_are_held_at_a_time():
     sets.use(2)
     sets.prepare(3, [measured("c", 16), measured("older", 64)])  # the first set has gone
     assert len(runner.prepared) == 3
+
+
+def test_a_thread_that_serves_gets_the_interpreter_soon_while_others_are_prepared():
+    sets, runner = sets_of(measured("old"))
+    before, seen = sys.getswitchinterval(), []
+    prepare = runner.prepare
+    runner.prepare = lambda schedule: (seen.append(sys.getswitchinterval()), prepare(schedule))
+    runner.broken.add("broken")
+    with pytest.raises(SchedulesRefusedError):
+        sets.prepare(1, [measured("new", 64), measured("broken", 32)])
+    assert len(seen) == 2
+    assert max(seen) < before / 10
+    assert sys.getswitchinterval() == before
 
 
 def test_without_room_only_those_that_are_held_can_serve():
