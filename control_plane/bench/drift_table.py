@@ -77,4 +77,4 @@ def summary(results: Sequence[PartResult]) -> list[str]:
 
 def _verdict(result: PartResult) -> str:
     speeds = f"{result.choice.median:.0f} tokens/s beside {result.best.median:.0f}"
-    return f"{speeds}, {abs(result.behind):.2%} {'behind' if result.behind > 0 else 'ahead or equal'}"
+    return f"{speeds}, {abs(result.behind):.2%} {'ahead' if result.behind < 0 else 'behind'}"

@@ -221,6 +221,14 @@ def test_the_served_share_of_decodes_is_the_parts_and_batches_are_full():
             )
 
 
+def test_a_part_waits_for_the_last_request_of_the_one_before():
+    engine = SimulatedEngine(capacity(), ms_by_share)
+    most, least = Part.of(0.9, REQUEST_TOKENS), Part.of(0.1, REQUEST_TOKENS)
+    trace = serve(engine, [most, least], {CHOICE: None})
+    first = trace.turns[least.name][0]
+    assert sum(stats.num_decodes for stats in first.steps) / first.num_tokens == pytest.approx(0.1, abs=0.03)
+
+
 @pytest.mark.parametrize("settle_s", [0.0, 0.3])
 def test_turns_count_their_own_plans_iterations_alone(settle_s):
     ms = {"": 65.0, "few": 60.0, "many": 71.5}
