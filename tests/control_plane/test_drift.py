@@ -175,9 +175,11 @@ class SimulatedStep:
 ROWS, REQUEST_TOKENS, MEASURE_S = 512, 128, 1.0
 
 
-def serve(engine, parts, choices, num_repeats=4, settle_s=0.3):
+def serve(engine, parts, choices, num_repeats=4, settle_s=0.3, meter=None):
     effort = Effort(settle_s=settle_s, measure_s=MEASURE_S, num_repeats=num_repeats)
-    trace = DriftTrace(parts, choices, engine.use, rows=ROWS, vocab_size=99, effort=effort, clock=lambda: engine.now)
+    trace = DriftTrace(
+        parts, choices, engine.use, rows=ROWS, vocab_size=99, effort=effort, meter=meter, clock=lambda: engine.now
+    )
     config = SchedulerConfig(enable_prefix_caching=False)
     loop = EngineLoop(Scheduler(config, engine.capacity), engine, trace, 60.0)
     trace.begin(loop.submit)
@@ -266,6 +268,30 @@ def test_a_choice_that_was_measured_everywhere_is_within_the_limit_and_one_that_
     assert found[1].behind == pytest.approx(1 - 60 / 65, abs=0.01)
     assert found[1].unmeasured > 0.9
     assert found[1].overlapped < 0.1
+
+
+def test_each_turn_has_the_power_of_its_own_time():
+    engine = SimulatedEngine(capacity(), ms_by_share)
+
+    class Meter:
+        """Watts by the plan in use; the time that it ran."""
+
+        def start(self):
+            self.began, self.choice = engine.now, engine.choice
+
+        def stop(self, num_tokens):
+            assert self.choice is engine.choice, "read over two plans"
+            seconds = engine.now - self.began
+            return {"watts": 500.0 if engine.choice is None else 600.0, "sm_mhz": 1000 + num_tokens / seconds}
+
+    part = Part.of(0.3, REQUEST_TOKENS)
+    trace = serve(engine, [part], plans_of(overlapping("few", 0.3, 65 / 60)), meter=Meter)
+    found = part_result(part, "", trace.turns[part.name], ["sequential", "few"])
+    sequentials, few = found.fixed
+    assert (sequentials.watts, few.watts, found.choice.watts) == (500, 600, 600)
+    assert sequentials.joules_per_token == pytest.approx(500 / (ROWS / 65e-3))
+    assert few.joules_per_token == pytest.approx(600 / (ROWS / 60e-3))
+    assert few.sm_mhz == pytest.approx(1000 + few.median)
 
 
 def test_a_request_that_fails_ends_the_trace():
