@@ -1,4 +1,4 @@
-"""`nanoflow bench ablation` and `nanoflow plot`: parse, call, say how it ended.
+"""`nanoflow bench ablation`, `nanoflow bench drift` and `nanoflow plot`: parse, call, say how it ended.
 
 Knows nothing of how anything is measured or drawn.
 """
@@ -19,9 +19,10 @@ _LOADS = "512/0x2048,512/512x2048,512/1024x1024"  # the paper's three, with the 
 
 
 def register(app: typer.Typer, bench_app: typer.Typer) -> None:
-    """Add `plot` to the commands and `ablation` to the benchmarks."""
+    """Add `plot` to the commands, `ablation` and `drift` to the benchmarks."""
     app.command()(ends_in_one_line(plot))
     bench_app.command()(configured(ALL_GROUPS)(ends_in_one_line(ablation)))
+    bench_app.command()(configured(ALL_GROUPS)(ends_in_one_line(drift)))
 
 
 def ablation(
@@ -58,6 +59,26 @@ def ablation(
     )
     asked = tuple(Load.parse(load) for load in loads.split(","))
     run(engine, Options(asked, steady, whole_runs, repeats, plot_file, traces))
+
+
+def drift(
+    engine: EngineConfig,
+    shares: Annotated[
+        str, typer.Option(metavar="X,X", help="Shares of decodes in a full batch, a part of the drift each.")
+    ] = "0.1,0.3,0.5,0.7,0.9",
+    request_tokens: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Mean tokens of a request, prompt and output together.")
+    ] = 512,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each plan in a part, there and back.")] = 4,
+    served: Annotated[
+        bool, typer.Option("--served", help="A trace through scheduler and engine, instead of steady iterations.")
+    ] = False,
+) -> None:
+    """The choice among --schedules beside each of them and none, while the share of decodes drifts."""
+    from control_plane.bench.drift import Options, run
+    from worker.tuner import Effort
+
+    run(engine, Options(tuple(numbers(shares, float)), request_tokens, served, Effort(num_repeats=repeats)))
 
 
 def plot(

@@ -1,4 +1,4 @@
-"""`nanoflow bench offload`: what a KV store saves, simulated, on a real engine, and how fast it reads a disk.
+"""`nanoflow bench offload`: what a KV store saves, simulated and on a real engine; how fast its disk and link are.
 
 Each command parses and calls; `register` adds them to an app. Knows nothing of how anything is measured.
 """
@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from control_plane.bench.offload_options import DiskOptions, EngineOptions, SimulationOptions, Sweep
+from control_plane.bench.offload_options import DiskOptions, EngineOptions, LinkOptions, SimulationOptions, Sweep
 from control_plane.config import ALL_GROUPS, EngineConfig
 from control_plane.flags import configured
 
-_DEFAULTS, _ENGINE, _DISK = SimulationOptions(), EngineOptions(), DiskOptions(Path("."))
+_DEFAULTS, _ENGINE, _DISK, _LINK = SimulationOptions(), EngineOptions(), DiskOptions(Path(".")), LinkOptions()
 
 
 def register(app: typer.Typer) -> None:
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     offload.command()(simulate)
     offload.command()(configured(ALL_GROUPS)(engine))
     offload.command()(disk)
+    offload.command()(link)
     app.add_typer(offload, name="offload")
 
 
@@ -153,3 +154,21 @@ def disk(
     from control_plane.bench.offload_disk import run
 
     run(DiskOptions(ssd_dir, record_bytes, total_bytes, repeats))
+
+
+def link(
+    device: Annotated[str, typer.Option(metavar="cuda|cpu", help="Where the cache is.")] = _LINK.device,
+    tokens: Annotated[int, typer.Option(min=1, metavar="N", help="Of a conversation.")] = _LINK.tokens,
+    page_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a KV page.")] = _LINK.page_size,
+    num_layers: Annotated[
+        int, typer.Option("--layers", min=1, metavar="N", help="Of a model like LLaMA-3-8B, by default as many.")
+    ] = _LINK.num_layers,
+    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Runs of each way.")] = _LINK.repeats,
+    in_a_row: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Loads that are asked for at once.")
+    ] = _LINK.in_a_row,
+) -> None:
+    """How fast pages move between an engine's cache and the store, beside the bare link."""
+    from control_plane.bench.offload_link import run
+
+    run(LinkOptions(device, tokens, page_size, num_layers, repeats=repeats, in_a_row=in_a_row))

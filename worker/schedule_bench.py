@@ -34,7 +34,7 @@ class ScheduleBench:
 
     def __init__(self, model: CudaModel, plan: IterationPlan, joules: Callable[[], float] = lambda: 0.0) -> None:
         """joules: the card's energy counter."""
-        self._model, self._plan, self._joules = model, plan, joules
+        self._model, self.plan, self._joules = model, plan, joules
         self._cuda = model.view.block.is_cuda
         self._sequential = sequential(layer_operators(model.spec), plan.num_tokens)
         self._ready: dict[str, tuple[GraphKey, SteadyBatch]] = {}
@@ -59,14 +59,14 @@ class ScheduleBench:
     def _prepare(self, schedule: PipelineSchedule) -> tuple[GraphKey, SteadyBatch]:
         if schedule.name in self._ready:
             return self._ready[schedule.name]
-        model, rows = self._model, self._plan.num_tokens
+        model, rows = self._model, self.plan.num_tokens
         assert schedule.batch_tokens == rows, "a schedule of another batch size"
         if schedule.operations == self._sequential.operations:
             key = graph_key(rows, True)
         else:
             model.use_schedules([schedule])
             key = GraphKey(rows, True, schedule.name)
-        batch = pack_steady(model, self._plan, model.cuts(key))
+        batch = pack_steady(model, self.plan, model.cuts(key))
         with torch.inference_mode():
             batch.put_on(model)
             model.run(key)  # compiles what is not, before a capture
@@ -86,7 +86,7 @@ class ScheduleBench:
     def row_of_tokens(self, schedule: PipelineSchedule) -> NDArray[np.int32]:
         """[tokens] the row of each of the plan's tokens in a batch for the schedule."""
         key, _ = self._prepare(schedule)
-        return row_of_tokens(self._plan, self._model.cuts(key).dealt)
+        return row_of_tokens(self.plan, self._model.cuts(key).dealt)
 
     def _repeat(self, key: GraphKey, seconds: float) -> Reading:
         if self._cuda:

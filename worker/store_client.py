@@ -9,7 +9,7 @@ import torch
 from worker.config import WorkerConfig
 from worker.kv_cache import KVCache
 from worker.page_copy import CpuPageCopier
-from worker.store_keys import page_identities
+from worker.store_keys import PageIdentity, page_identities
 from worker.store_pages import PageMover
 
 if TYPE_CHECKING:
@@ -43,7 +43,11 @@ def open_mover(config: WorkerConfig, rank: int, cache: KVCache, staging: torch.T
     On a GPU all graphs must have been captured. The memory of a store that runs already is registered: about 0.1 s a
     gigabyte. Raises ImportError without CuPy.
     """
-    store, identity = open_store(config), page_identities(config)[rank]
+    return page_mover(open_store(config), page_identities(config)[rank], cache, staging)
+
+
+def page_mover(store: KVClient, identity: PageIdentity, cache: KVCache, staging: torch.Tensor | None) -> PageMover:
+    """As open_mover(), for a store that is open; the mover closes it."""
     assert identity.dtype == str(cache.layers[0].dtype).removeprefix("torch."), "pages are not what their keys say"
     if staging is None:
         return PageMover(CpuPageCopier(cache), CpuPageCopier(cache), identity, store)

@@ -1,8 +1,9 @@
 """Carries out moves of KV pages between a rank's cache and the store, in threads of its own, beside the iterations.
 
 Loads and saves have a thread each: a load, for which a request waits, is not queued behind saves, and a link works
-in both directions at once. Every move ends, with a count of the leading pages that were copied whole: whatever the
-store does costs time only. Knows nothing of why pages move, nor of how bytes are copied.
+in both directions at once. The store is asked for a load's first records while the load before it is copied, so that
+the link does not wait for answers. Every move ends, with a count of the leading pages that were copied whole: whatever
+the store does costs time only. Knows nothing of why pages move, nor of how bytes are copied.
 
 No move waits for an iteration, nor the other way round (scheduler.plan.KVMove): pages to save were filled by steps
 that have ended, and pages that are loaded are used by steps that are planned after the move's result.
@@ -15,8 +16,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Protocol
 
@@ -50,6 +52,19 @@ class Store(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True)
+class _Job:
+    """A move and what it holds of the store."""
+
+    move: KVMove
+    leases: list[ReadLease | WriteLease] = field(default_factory=list)
+    first: Future[ReadLease | None] | None = None  # of a load: the answer for its first batch
+
+    def give_back(self) -> None:
+        for lease in self.leases:
+            lease.release()
+
+
 class PageMover:
     """Carries out the moves of plans: those of each kind one after the other, in the order they came."""
 
@@ -68,12 +83,19 @@ class PageMover:
         self._told = (0, 0)  # of the store's faults and trips
         self._news = threading.Condition()
         self._threads = {kind: ThreadPoolExecutor(1, f"kv-{kind}", initializer=prepare_thread) for kind in MoveKind}
-        self._asking = ThreadPoolExecutor(1, "kv-asking")
+        self._asking = ThreadPoolExecutor(1, "kv-asking")  # for the load that is under way
+        self._asking_first = ThreadPoolExecutor(1, "kv-asking-first")  # for the next one
+        self._waiting: deque[_Job] = deque()  # loads that have not begun
 
     def start(self, moves: Sequence[KVMove]) -> None:
         """Begin with these, and return at once."""
         for move in moves:
-            self._threads[move.kind].submit(self._run, move)
+            job = _Job(move)
+            if move.kind == MoveKind.LOAD:
+                with self._news:
+                    self._waiting.append(job)
+                    self._ask_ahead()
+            self._threads[move.kind].submit(self._run, job)
 
     def take_ended(self, wait_s: float = 0.0) -> tuple[KVMoveResult, ...]:
         """Moves that ended since the last call; waits so long for a first one."""
@@ -88,17 +110,20 @@ class PageMover:
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
         self._asking.shutdown()
+        self._asking_first.shutdown()
+        for job in self._waiting:
+            job.give_back()
         self._loads.close()
         self._saves.close()
         self._store.close()
 
-    def _run(self, move: KVMove) -> None:
-        leases: list[ReadLease | WriteLease] = []
+    def _run(self, job: _Job) -> None:
+        move = job.move
         carry_out = self._load if move.kind == MoveKind.LOAD else self._save
         num_pages, began_s = 0, time.monotonic()
         try:
             with torch.inference_mode():
-                num_pages = carry_out(move, leases)
+                num_pages = carry_out(job)
         except Exception:
             log.exception("move %d failed", move.number)
         with self._news:
@@ -107,12 +132,33 @@ class PageMover:
             run_s = time.monotonic() - began_s
             self._ended.append(KVMoveResult(move.number, num_pages, run_s, num_faults, num_trips))
             self._news.notify()
-        for lease in leases:  # only now: a request may wait for the result
-            lease.release()
+        job.give_back()  # only now: a request may wait for the result
 
-    def _load(self, move: KVMove, leases: list[ReadLease | WriteLease]) -> int:
-        """How many leading pages now hold the records. Leases are added to `leases`."""
-        with closing(self._records(move, leases)) as records:
+    def _ask_ahead(self) -> None:
+        """Ask the store's first question of the load that is the next; with `_news` held."""
+        job = self._waiting[0] if self._waiting else None
+        if job and not job.first:
+            some = self._batches(job.move)[0]
+            job.first = self._asking_first.submit(self._ask, job.move, some, job.leases, SSD_WAIT_S)
+
+    def _batches(self, move: KVMove) -> list[range]:
+        """The digests that are asked for at once."""
+        return _parts(len(move.digests), max(LEASE_PAGES, self._loads.num_slots * self._loads.slot_pages))
+
+    def _ask(self, move: KVMove, some: range, leases: list[ReadLease | WriteLease], wait_s: float) -> ReadLease | None:
+        """A lease on the leading ones of these, added to `leases`."""
+        keys = [self._identity.key(digest) for digest in move.digests[some.start : some.stop]]
+        lease = self._store.acquire(keys, max(0.0, wait_s))
+        if lease is not None:
+            leases.append(lease)
+        return lease
+
+    def _load(self, job: _Job) -> int:
+        """How many leading pages now hold the records."""
+        with self._news:
+            self._waiting.popleft()
+            self._ask_ahead()
+        with closing(self._records(job)) as records:
             try:
                 return self._fetch(records)
             finally:
@@ -140,21 +186,11 @@ class PageMover:
             pass
         return num_loaded
 
-    def _records(
-        self, move: KVMove, leases: list[ReadLease | WriteLease]
-    ) -> Generator[tuple[ReadLease, range, Sequence[int]], None, None]:
+    def _records(self, job: _Job) -> Generator[tuple[ReadLease, range, Sequence[int]], None, None]:
         """The leading records that the store has, a slot's worth at a time: lease, numbers there, pages to fill."""
-        copier, deadline = self._loads, time.monotonic() + SSD_WAIT_S
-
-        def ask(some: range) -> ReadLease | None:
-            keys = [self._identity.key(digest) for digest in move.digests[some.start : some.stop]]
-            lease = self._store.acquire(keys, max(0.0, deadline - time.monotonic()))
-            if lease is not None:
-                leases.append(lease)
-            return lease
-
-        batches = _parts(len(move.digests), max(LEASE_PAGES, copier.num_slots * copier.slot_pages))
-        asked = self._asking.submit(ask, batches[0])
+        move, leases, deadline = job.move, job.leases, time.monotonic() + SSD_WAIT_S
+        batches, asked = self._batches(move), job.first
+        assert asked is not None, "a load"
         try:
             for batch, following in zip(batches, [*batches[1:], None]):
                 lease = asked.result()
@@ -162,21 +198,22 @@ class PageMover:
                     return
                 is_whole = len(lease.blocks) == len(batch)
                 if following and is_whole:
-                    asked = self._asking.submit(ask, following)
-                for part in _parts(len(lease.blocks), copier.slot_pages):
+                    asked = self._asking.submit(self._ask, move, following, leases, deadline - time.monotonic())
+                for part in _parts(len(lease.blocks), self._loads.slot_pages):
                     yield lease, part, move.page_ids[batch.start + part.start : batch.start + part.stop]
                 if not is_whole:
                     return
         finally:
             wait([asked])
 
-    def _save(self, move: KVMove, leases: list[ReadLease | WriteLease]) -> int:
-        """How many leading pages are in the store now. The lease is added to `leases`."""
+    def _save(self, job: _Job) -> int:
+        """How many leading pages are in the store now."""
+        move = job.move
         keys = [self._identity.key(digest) for digest in move.digests]
         lease = self._store.reserve(keys, self._saves.page_bytes)
         if lease is None:
             return 0
-        leases.append(lease)
+        job.leases.append(lease)
         try:
             is_done = self._send(lease, move.page_ids)
         finally:

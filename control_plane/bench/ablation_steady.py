@@ -74,6 +74,31 @@ class MeteredBench:
         self.sm_mhz.setdefault(schedule.name, []).append(float(seen["sm_mhz"]))
         return reading
 
+    def in_turns(
+        self, schedules: Sequence[PipelineSchedule], effort: Effort, say: Callable[[str], None]
+    ) -> list[Measured]:
+        """All of them there and back, on a warm card; in the order given."""
+        for schedule in schedules:  # compiled, captured, and the card as warm for the first as for the last
+            self.run(schedule, 0.0, effort.screen_settle_s)
+        self.sm_mhz.clear()
+        measured = measure_in_turns(self, schedules, effort)
+        for each in measured:
+            say(f"  {each.schedule.name}: {each.median_ms:.2f} ms")
+        return measured
+
+    def row(self, name: str, measured: Measured) -> Row:
+        """Of a table, for one of what was measured last."""
+        rows, clocks = measured.schedule.batch_tokens, self.sm_mhz.get(measured.schedule.name)
+        has_energy = measured.joules > 0
+        return Row(
+            name,
+            measured.schedule.name,
+            tuple(rows / ms * 1e3 for ms in measured.ms),
+            measured.joules / statistics.fmean(measured.ms) * 1e3 if has_energy else None,
+            statistics.median(clocks) if clocks else None,
+            measured.joules / rows if has_energy else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
@@ -112,8 +137,8 @@ class Ablation:
         )
         found = {mode: schedule for mode, schedule in modes if schedule is not None}
         measured = self._measure(list(found.values()), self.options.effort)
-        rows = tuple(self._row(mode, each) for mode, each in zip(found, measured))
-        result = LoadResult(load, _words(self.mix), rows, nano_rows, share_rows, tuple(notes))
+        rows = tuple(self.bench.row(mode, each) for mode, each in zip(found, measured))
+        result = LoadResult(load, words(self.mix), rows, nano_rows, share_rows, tuple(notes))
         return result, found
 
     def _served(self, tuned: Sequence[PipelineSchedule] | None) -> tuple[PipelineSchedule | None, list[str]]:
@@ -163,29 +188,12 @@ class Ablation:
     def _sweep(self, baseline: PipelineSchedule, points: Mapping[str, PipelineSchedule], none: str) -> tuple[Row, ...]:
         """The points and the sequential schedule, named `none`, in turns."""
         measured = self._measure([baseline, *points.values()], self.options.sweep_effort)
-        return tuple(self._row(name, each) for name, each in zip((none, *points), measured))
+        return tuple(self.bench.row(name, each) for name, each in zip((none, *points), measured))
 
     def _measure(self, schedules: Sequence[PipelineSchedule], effort: Effort) -> list[Measured]:
-        for schedule in schedules:  # compiled, captured, and the card as warm for the first as for the last
-            self.bench.run(schedule, 0.0, effort.screen_settle_s)
-        self.bench.sm_mhz.clear()
-        measured = measure_in_turns(self.bench, schedules, effort)
-        for each in measured:
-            self.say(f"  {each.schedule.name}: {each.median_ms:.2f} ms")
-        return measured
-
-    def _row(self, name: str, measured: Measured) -> Row:
-        rows, clocks = self.mix.rows, self.bench.sm_mhz.get(measured.schedule.name)
-        has_energy = measured.joules > 0
-        return Row(
-            name,
-            measured.schedule.name,
-            tuple(rows / ms * 1e3 for ms in measured.ms),
-            measured.joules / statistics.fmean(measured.ms) * 1e3 if has_energy else None,
-            statistics.median(clocks) if clocks else None,
-            measured.joules / rows if has_energy else None,
-        )
+        return self.bench.in_turns(schedules, effort, self.say)
 
 
-def _words(mix: SteadyMix) -> str:
+def words(mix: SteadyMix) -> str:
+    """For tables."""
     return f"{mix.rows} rows, {mix.num_decodes} of them decodes of {mix.mean_context} KV tokens"

@@ -31,6 +31,19 @@ class Row:
         """Between the slowest and the fastest repeat, over the median."""
         return (max(self.tokens_per_s) - min(self.tokens_per_s)) / self.median
 
+    def to_json(self, baseline: Row) -> dict[str, Any]:
+        """Plain data; the gain is over the baseline."""
+        return {
+            "name": self.name,
+            "schedule": self.schedule,
+            "tokens_per_s": [round(value, 1) for value in self.tokens_per_s],
+            "median_tokens_per_s": round(self.median, 1),
+            "gain": round(self.median / baseline.median, 4),
+            "watts": _rounded(self.watts, 1),
+            "sm_mhz": _rounded(self.sm_mhz, 0),
+            "joules_per_token": _rounded(self.joules_per_token, 7),
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
@@ -56,9 +69,9 @@ class LoadResult:
         return {
             "load": self.load,
             "batch": self.batch,
-            "modes": [self._row(row, self.modes[0]) for row in self.modes],
-            "nano_batches": [self._row(row, self.nano_batches[0]) for row in self.nano_batches],
-            "shares": [self._row(row, self.shares[0]) for row in self.shares],
+            "modes": [row.to_json(self.modes[0]) for row in self.modes],
+            "nano_batches": [row.to_json(self.nano_batches[0]) for row in self.nano_batches],
+            "shares": [row.to_json(self.shares[0]) for row in self.shares],
             "notes": list(self.notes),
         }
 
@@ -68,18 +81,6 @@ class LoadResult:
         modes, counts, shares = (tuple(map(_read, fields[name])) for name in ("modes", "nano_batches", "shares"))
         return cls(fields["load"], fields["batch"], modes, counts, shares, tuple(fields["notes"]))
 
-    def _row(self, row: Row, baseline: Row) -> dict[str, Any]:
-        return {
-            "name": row.name,
-            "schedule": row.schedule,
-            "tokens_per_s": [round(value, 1) for value in row.tokens_per_s],
-            "median_tokens_per_s": round(row.median, 1),
-            "gain": round(row.median / baseline.median, 4),
-            "watts": _rounded(row.watts, 1),
-            "sm_mhz": _rounded(row.sm_mhz, 0),
-            "joules_per_token": _rounded(row.joules_per_token, 7),
-        }
-
 
 def _read(fields: dict[str, Any]) -> Row:
     power = (fields[name] for name in ("watts", "sm_mhz", "joules_per_token"))
@@ -88,14 +89,15 @@ def _read(fields: dict[str, Any]) -> Row:
 
 def table(result: LoadResult) -> list[str]:
     """Lines for a terminal; gains of a sweep are over its own first row, which was measured in the same turns."""
-    lines = [f"load {result.load}: {result.batch}", *_rows("mode", result.modes)]
+    lines = [f"load {result.load}: {result.batch}", *row_lines("mode", result.modes)]
     for title, rows in (("nano-batches", result.nano_batches), ("SMs beside", result.shares)):
         if rows:
-            lines += _rows(title, rows)
+            lines += row_lines(title, rows)
     return [*lines, *(f"  {note}" for note in result.notes)]
 
 
-def _rows(title: str, rows: Sequence[Row]) -> Iterator[str]:
+def row_lines(title: str, rows: Sequence[Row]) -> Iterator[str]:
+    """A table; gains are over the first row."""
     header = f"  {title:<16}{'least':>10}{'median':>10}{'most':>10} tokens/s{'gain':>8}{'spread':>8}"
     yield header + f"{'W':>7}{'MHz':>7}{'mJ/token':>10}  schedule"
     for row in rows:

@@ -65,3 +65,17 @@ class DiskOptions:
     record_bytes: int = 8 << 20  # of a payload: 64 tokens of LLaMA-3-8B in bfloat16
     total_bytes: int = 2 << 30  # of all records
     repeats: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """What to move between a cache and a store; by default the pages of LLaMA-3-8B in bfloat16."""
+
+    device: str = "cuda"
+    tokens: int = 4096  # of one conversation
+    page_size: int = 64
+    num_layers: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    repeats: int = 6
+    in_a_row: int = 8  # loads that are asked for at once

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -140,27 +140,44 @@ def play(
     Raises RuntimeError where a request does not end as it should.
     """
     loop = make_loop(engine, executor, record, len(requests))
-    thread = threading.Thread(target=_run_loop, args=(loop, record), name="engine")
     num_tokens = sum(len(request.prompt_token_ids) + request.sampling.max_tokens for request in requests)
     if meter:
         meter.start()
     submitted = time.perf_counter()
     loop.submit(requests)
-    thread.start()
-    record.done.wait()
-    power = meter.stop(num_tokens) if meter else {}
-    loop.stop()
-    thread.join()
-    if record.failures:
-        raise RuntimeError(f"{len(record.failures)} requests did not end as they should: {record.failures[0]}")
+    try:
+        run_until_done(loop, record)
+    finally:
+        power = meter.stop(num_tokens) if meter else {}
     return submitted, power
 
 
-def _run_loop(loop: EngineLoop, record: Record) -> None:
+class Watcher(Protocol):
+    """Takes what a loop emits, and knows when there has been enough."""
+
+    done: threading.Event
+    failures: list[str]
+
+    def fail(self, error: BaseException) -> None:
+        """The loop itself ended: nothing more will come. Sets `done`."""
+
+
+def run_until_done(loop: EngineLoop, watcher: Watcher) -> None:
+    """The loop in a thread of its own. Raises RuntimeError where a request does not end as it should."""
+    thread = threading.Thread(target=_run_loop, args=(loop, watcher), name="engine")
+    thread.start()
+    watcher.done.wait()
+    loop.stop()
+    thread.join()
+    if watcher.failures:
+        raise RuntimeError(f"{len(watcher.failures)} requests did not end as they should: {watcher.failures[0]}")
+
+
+def _run_loop(loop: EngineLoop, watcher: Watcher) -> None:
     try:
         loop.run()
     except Exception as error:
-        record.fail(error)
+        watcher.fail(error)
 
 
 def _moves(record: Record) -> dict[str, int]:

@@ -7,6 +7,7 @@ or the page is as it was.
 from __future__ import annotations
 
 import random
+import threading
 from contextlib import contextmanager
 
 import pytest
@@ -375,3 +376,51 @@ def test_faults_of_the_store_are_told_with_the_next_move_that_ends():
             mover._store.num_faults += number
     assert told == [(3, 1), (0, 0)]
     store.close()
+
+
+@pytest.mark.parametrize("copier", COPIERS)
+def test_the_next_load_is_asked_for_while_one_is_copied(copier):
+    store, cache = LocalStore(), random_cache(KVCacheShape(1, NUM_PAGES, 1, 4, 8), torch.float16, 1)
+    pages, asked = [1, 2, 3], threading.Semaphore(0)
+    with mover_of(cache, store, copier) as mover:
+        assert run(mover, MoveKind.STORE, pages, digests_of(pages)) == len(pages)
+        fetch, acquire = mover._loads.fetch, mover._store.acquire
+        overtaken = []
+
+        def asking(keys, wait_s=0.0):
+            lease = acquire(keys, wait_s)
+            asked.release()
+            return lease
+
+        def fetching(*slot):  # of the first load: not before the second one has been asked for, too
+            overtaken.append(bool(overtaken) or (asked.acquire(timeout=5) and asked.acquire(timeout=5)))
+            fetch(*slot)
+
+        mover._store.acquire, mover._loads.fetch = asking, fetching
+        before = [page_bytes(cache, page) for page in pages]
+        mover.start([KVMove(n, MoveKind.LOAD, (10 + n,), tuple(digests_of([pages[n]]))) for n in range(3)])
+        results = []
+        while len(results) < 3:
+            results += mover.take_ended(20.0)
+        assert [(result.number, result.num_pages) for result in results] == [(n, 1) for n in range(3)]
+        assert overtaken == [True] * 3
+        assert [page_bytes(cache, 10 + n) for n in range(3)] == before
+    store.close()
+
+
+def test_loads_that_never_begin_hold_nothing():
+    store, cache = LocalStore(), random_cache(KVCacheShape(1, NUM_PAGES, 1, 4, 8), torch.float16, 1)
+    with mover_of(cache, store, "cpu") as mover:
+        assert run(mover, MoveKind.STORE, [1, 2], digests_of([1, 2])) == 2
+        begun, go_on, fetch = threading.Event(), threading.Event(), mover._loads.fetch
+
+        def slow_fetch(*slot):
+            begun.set()
+            assert go_on.wait(10)
+            fetch(*slot)
+
+        mover._loads.fetch = slow_fetch
+        mover.start([KVMove(n, MoveKind.LOAD, (5,), tuple(digests_of([1]))) for n in range(4)])
+        assert begun.wait(10)
+        threading.Timer(0.1, go_on.set).start()
+    store.close()  # no lease is left

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from worker import sampler
@@ -66,14 +66,24 @@ class Batch:
     def allowed(self) -> list[set[int]]:
         """What worker.sampler draws for each row, a hair to both sides of its noise and its top-p included."""
         logits = self.logits.float().cpu()
-        drawn = []
+        drawn, can_be_drawn = [], torch.zeros(logits.shape, dtype=torch.bool)
         for wider in (0.0, HAIR, -HAIR):
             # A share of exactly 1 is no limit, and stays none.
             top_p = np.where(self.top_p < 1, np.minimum(self.top_p * (1 + wider), 1 - 2.0**-53), 1.0)
             for later in (0.0, HAIR, -HAIR):
                 noise = (self.noise + later).clip(0, 1 - 2.0**-53)
                 drawn.append(sampler.draw(logits, self.temperature, self.top_k, top_p, noise).tolist())
-        return [set(tokens) for tokens in zip(*drawn)]
+            can_be_drawn |= self._with_weight(logits, top_p)
+        return [
+            {first + place for place in can_be_drawn[row, first : last + 1].nonzero()[:, 0].tolist()}
+            for row, (first, last) in enumerate((min(tokens), max(tokens)) for tokens in zip(*drawn))
+        ]
+
+    def _with_weight(self, logits: torch.Tensor, top_p: np.ndarray) -> torch.Tensor:
+        """Which tokens are kept and have weight: [rows, vocab] of bool."""
+        temperature = torch.from_numpy(self.temperature.clip(sampler.MIN_TEMPERATURE))[:, None]
+        weights = ((logits.double() - logits.amax(dim=-1, keepdim=True)) / temperature).exp()
+        return (weights > 0) & sampler._kept(logits, weights, self.top_k, top_p)
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -88,6 +98,7 @@ def logits_dtype(request, device) -> torch.dtype:
 
 
 @settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example(seed=0, vocab=63, ties=False, rows=[(0.3, 0, 1.0, 0.0)])  # the first tokens weigh less than the kernel counts
 @given(
     seed=st.integers(0, 1000),
     vocab=st.sampled_from([1, 2, 7, 63, 300, 513]),
