@@ -22,12 +22,14 @@ class CudaSchedules:
     """The worker.schedule_sets.Runner of a rank on a GPU."""
 
     def __init__(self, model: CudaModel, twin: CudaModel | None, pool: Any) -> None:
-        """twin: to try schedules on; None where nothing is captured. pool: of the model's graphs."""
+        """twin: to try schedules on; None on a CPU, or where no new ones come. pool: of the model's graphs."""
         self._model, self._twin, self._pool = model, twin, pool
         self._device = model.view.block.device
+        self._is_cuda = self._device.type == "cuda"
         self._stream = None if twin is None else torch.cuda.Stream(self._device)
 
     def prepare(self, schedule: PipelineSchedule) -> None:
+        assert not self._is_cuda or self._twin is not None, "there is no room for new ones"
         key = GraphKey(schedule.batch_tokens, True, schedule.name)
         try:
             with torch.inference_mode():
@@ -43,7 +45,7 @@ class CudaSchedules:
 
     def mark(self) -> Callable[[], None]:
         """In the thread that launches iterations."""
-        if self._stream is None:
+        if not self._is_cuda:
             return lambda: None
         event = torch.cuda.Event(blocking=True)
         event.record()
