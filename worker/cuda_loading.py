@@ -129,8 +129,8 @@ class _Loader:
             self._warm_up(_graph_keys(self._buckets, self._served), self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
         cache = KVCache(self._shape(num_pages), self._dtype, device)
-        self._model.use_cache(cache)
         self._fit_buckets(num_pages)
+        self._model.use_cache(cache)  # after the last warm-up, which has one of its own
         pool = self._capture() if self._cuda else None
         capacity = EngineCapacity(
             num_pages=num_pages,
