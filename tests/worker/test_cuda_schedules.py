@@ -26,7 +26,7 @@ from scheduler.request import NewRequest, SamplingParams
 from scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import check
+from worker.cuda_loading import _EXCHANGE_BYTES, _GRAPH_BYTES, check
 from worker.executor import CapacityError
 from worker.folded_norms import fold_norms
 from worker.schedule_sets import SchedulesRefusedError
@@ -110,7 +110,7 @@ def run_exchanging(config: WorkerConfig, requests: list[NewRequest], sets, pause
     pause_s: after each iteration, where they would be over before a set is ready.
     """
     executor = CudaExecutor(config)
-    found = Exchanged({request.request_id: [] for request in requests}, [], 0)
+    found, free = Exchanged({request.request_id: [] for request in requests}, [], 0, 0), free_memory(executor)
     left = set(found.tokens)
 
     def emit(batch) -> None:
@@ -127,6 +127,7 @@ def run_exchanging(config: WorkerConfig, requests: list[NewRequest], sets, pause
             executor.prepare_schedules(found.num_exchanges, schedules)
             loop.use_schedules(found.num_exchanges).result(60)
             found.num_exchanges += 1
+            found.bytes_taken = max(found.bytes_taken, free - free_memory(executor))
 
     scheduler = SchedulerConfig(enable_prefix_caching=False, max_waiting=len(requests))
     loop = EngineLoop(Scheduler(scheduler, executor.capacity), executor, emit, 60.0)
@@ -152,6 +153,12 @@ class Exchanged:
     tokens: dict[str, list[int]]
     steps: list[StepStats]
     num_exchanges: int
+    bytes_taken: int  # of the GPU's memory at most, beside what there was at the start
+
+
+def free_memory(executor: CudaExecutor) -> int:
+    """Of the GPU; always the same on a CPU."""
+    return torch.cuda.mem_get_info()[0] if executor.is_cuda else 0
 
 
 def measured_here(schedule: PipelineSchedule, device: str, shares, mean_context: float) -> list[PipelineSchedule]:
@@ -217,8 +224,10 @@ def test_no_iteration_waits_for_an_exchange(device, tmp_path):
     num_overlapped, num_late = sum(step.overlapped for step in full), sum(step.late for step in full)
     print(f"{found.num_exchanges} exchanges, {len(full)} full iterations, {num_overlapped} overlapped, {num_late} late")
     print(f"median {median * 1e3:.2f} ms, longest {longest * 1e3:.2f}, mean {statistics.fmean(seconds) * 1e3:.2f}")
+    print(f"{found.bytes_taken >> 20} MiB taken beside the start's")
     assert found.num_exchanges > 1
     assert num_overlapped > 20
+    assert found.bytes_taken <= 8 * _GRAPH_BYTES + _EXCHANGE_BYTES
     if is_gpu:
         assert longest < 3 * median
 
