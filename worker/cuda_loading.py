@@ -41,6 +41,7 @@ SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
+_KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
 _NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
 
@@ -64,8 +65,14 @@ def load_model(config: WorkerConfig, progress: Progress, batch_sizes: Sequence[i
 
     Raises UnsupportedModelError, CapacityError or ModelLoadError.
     """
-    with torch.inference_mode():
-        return _Loader(config, progress, batch_sizes).load()
+    try:
+        with torch.inference_mode():
+            return _Loader(config, progress, batch_sizes).load()
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            "the GPU's memory does not hold the model and the buffers of its largest batch: use a smaller model, lower "
+            f"--max-num-batched-tokens or --max-num-seqs, or end what else runs there: {str(error).partition('. ')[0]}"
+        ) from None
 
 
 class DeviceDummySource(DummySource):
@@ -274,6 +281,10 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
         raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise CapacityError(f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}")
+    if config.page_size > _KEY_TILE and config.page_size % _KEY_TILE:
+        raise CapacityError(
+            f"--block-size {config.page_size} is not supported on a GPU: at most {_KEY_TILE}, or a multiple of it"
+        )
 
 
 def schedules_of(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:

@@ -19,7 +19,7 @@ from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequenti
 from autosearch.specs import ModelSpec
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
 from worker.folded_norms import ADD, NO_PASS, SCALED, is_folded
-from worker.kernel_set import GATE_BLOCK, How, KernelSet, Norm
+from worker.kernel_set import GATE_BLOCK, MAX_VOCAB, How, KernelSet, Norm
 from worker.kernels.reference import interleave_gate_up
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
@@ -437,6 +437,10 @@ def unsupported(spec: ModelSpec) -> str:
         return "biases of the FFN are not supported on a GPU yet: use the CPU"
     if spec.num_heads // spec.num_kv_heads > 16:
         return "more than 16 query heads per KV head are not supported on a GPU"
+    if spec.hidden_size % 8:  # TMA wants rows of whole 16 bytes
+        return f"hidden_size {spec.hidden_size} is not supported on a GPU: a multiple of 8 is"
+    if spec.vocab_size > MAX_VOCAB:
+        return f"a vocabulary of {spec.vocab_size} tokens is not supported on a GPU: {MAX_VOCAB} at most"
     return ""
 
 

@@ -80,7 +80,8 @@ class TritonKernels:
         norm: Norm | None = None,
     ) -> None:
         # What shares the device with others takes neither workspaces nor times of the whole device.
-        if norm or (how != ANY_WAY and w.shape[0] % 8 == 0):
+        fits = not (w.shape[0] % 8 or w.shape[1] % 8)  # TMA wants rows of whole 16 bytes
+        if norm or (how != ANY_WAY and fits):
             sms, tile = how.sms or self._sms, self._tile(how)
             squares, eps = (norm.squares, norm.eps) if norm else (None, 0.0)
             self._gemm.linear(x, w, out, sms=sms, bias=bias, squares=squares, eps=eps, tile=tile)
@@ -98,7 +99,7 @@ class TritonKernels:
         elif self._choice.is_skinny(rows, w.shape[1]):
             tile = self._choice.skinny_tile(columns, w.shape[1])
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, bias=bias)
-        elif rows < self._choice.MEASURED_ROWS or columns % 8:  # TMA wants rows of whole 16 bytes
+        elif rows < self._choice.MEASURED_ROWS or not fits:
             cublas()
         else:
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, bias=bias)

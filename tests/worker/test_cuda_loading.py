@@ -41,14 +41,33 @@ def test_each_batch_finds_its_graph_and_there_are_few():
         ({"dtype": "float32"}, "dtype"),
         ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
         ({"max_model_len": 9999}, "max_model_len"),
+        ({"page_size": 96}, "block-size 96"),
+        ({"hidden_size": 36}, "hidden_size 36"),
+        ({"vocab_size": 600_000}, "vocabulary"),
     ],
 )
 def test_what_a_gpu_cannot_run_is_refused_wherever_it_is_asked(tmp_path, changes, message):
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
-    config = {"architectures": ["LlamaForCausalLM"], **shape, "vocab_size": 99, "max_position_embeddings": 128}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    model |= {"architectures": ["LlamaForCausalLM"], "vocab_size": 99, "max_position_embeddings": 128, "head_dim": 8}
+    options = {name: value for name, value in changes.items() if name not in model}
+    (tmp_path / "config.json").write_text(json.dumps(model | {k: v for k, v in changes.items() if k in model}))
     with pytest.raises(CapacityError, match=message):
-        check(WorkerConfig(tmp_path, device="cuda", **changes), ModelSpec.from_folder(tmp_path))
+        check(WorkerConfig(tmp_path, device="cuda", **options), ModelSpec.from_folder(tmp_path))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128])
+def test_pages_that_a_tile_of_keys_divides_or_holds_are_taken(random_model, page_size):
+    folder = random_model("llama")
+    check(WorkerConfig(folder, device="cuda", page_size=page_size), ModelSpec.from_folder(folder))
+
+
+def test_too_little_memory_is_one_clear_line(random_model, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("worker.cuda_loading.load_weights", full)
+    with pytest.raises(CapacityError, match="--max-num-batched-tokens"):
+        load_model(WorkerConfig(random_model("llama"), dtype="float32"), lambda what, share: None)
 
 
 def test_without_a_gpu_the_executor_says_so(tmp_path, monkeypatch, random_model):

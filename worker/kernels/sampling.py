@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.kernel_set import MAX_VOCAB
 from worker.sampler import MIN_TEMPERATURE
 
 _BLOCK = 8192  # logits at a time
 _WARP_LOGITS = 512  # of these for each warp
-_MAX_VOCAB = 1 << 19  # weights of more tokens than this could overflow their sum
 # Low bits of an fp32's key that are the same for every number of the type: no need to search them.
 _SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -277,8 +277,8 @@ def sample(
     what they mean in worker.sampler.SamplingRows. The token, or 0 for -1, also goes to last_tokens[slots[rows[i]]].
     """
     count, vocab = logits.shape
-    if vocab > _MAX_VOCAB:
-        raise ValueError(f"a vocabulary of {vocab} tokens is too large to be sampled: {_MAX_VOCAB} at most")
+    if vocab > MAX_VOCAB:
+        raise ValueError(f"a vocabulary of {vocab} tokens is too large to be sampled: {MAX_VOCAB} at most")
     block = max(32, min(block, triton.next_power_of_2(vocab)))
     _sample_kernel[(count,)](
         logits,

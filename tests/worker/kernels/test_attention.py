@@ -11,7 +11,15 @@ from worker.work_lists import decode_units, prefill_units, range_ends
 
 pytestmark = pytest.mark.gpu
 
-CASES = [(4, 128, 64), (1, 64, 16), (3, 96, 16), (8, 128, 16), (2, 128, 32)]  # group, head dim, page size
+CASES = [
+    (4, 128, 64),
+    (1, 64, 16),
+    (3, 96, 16),
+    (8, 128, 16),
+    (2, 128, 32),
+    (4, 128, 128),
+    (2, 64, 48),
+]  # group, head dim, page size
 
 
 class Paged:
