@@ -30,7 +30,7 @@ _EVERY_STEPS = 50  # how often an iteration is looked at
 
 
 class Snapshots:
-    """Keeps the full iteration that decodes most beside a prefill: of those that are looked at."""
+    """Keeps one iteration of those that are looked at: the one that decodes most, a full one beside a prefill first."""
 
     def __init__(self, executor: CudaExecutor) -> None:
         self.executor = executor
@@ -39,12 +39,17 @@ class Snapshots:
 
     def on_step(self, stats: StepStats) -> None:
         """Called in the loop's thread, after the step's result."""
-        if stats.step % _EVERY_STEPS or not stats.num_decodes < stats.num_tokens == stats.batch_tokens:
+        if stats.step % _EVERY_STEPS or not stats.num_tokens:
             return
-        if self.stats is None or stats.num_decodes >= self.stats.num_decodes:
+        if self.stats is None or _worth(stats) >= _worth(self.stats):
             found = self.executor.snapshot(stats.step)
             if found is not None:
                 self.latest, self.stats = found, stats
+
+
+def _worth(stats: StepStats) -> tuple[bool, int, int]:
+    is_full_mix = 0 < stats.num_decodes < stats.num_tokens == stats.batch_tokens
+    return is_full_mix, stats.num_decodes, stats.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ def waterfall(
     """Prints the table; its numbers, and the GEMM-only bound of the whole run. rate: sustained FLOP/s of GEMMs."""
     snapshot, stats, executor = snapshots.latest, snapshots.stats, snapshots.executor
     if snapshot is None or stats is None:
+        print("no iteration was kept for the breakdown: the run was too short", file=sys.stderr, flush=True)
         return {"breakdown": None}
     card = NvmlCard()
     # The whole one first, while the card is as warm as in the run: operators that draw little let its clock rise.
@@ -73,7 +79,8 @@ def waterfall(
     spec = executor.spec
     ideal_ms = stats.num_tokens * spec.num_layers * 2 * sum(n * k for n, k in gemm_shapes(spec)) / rate * 1e3
     bound_s = _gemm_only_s(executor, card, snapshot, record)
-    bound_s += num_output_tokens * parts["lm_head"].ms / stats.num_decodes / 1e3
+    samples = stats.num_decodes or stats.num_tokens  # rows that lm_head ran on; of prefills alone hardly any
+    bound_s += num_output_tokens * parts["lm_head"].ms / samples / 1e3
     table = {name: _row(reading, whole) for name, reading in {**parts, "whole iteration": whole}.items()}
     table["the same in the run"] = {"ms": round(stats.run_s * 1e3, 3), "share": round(stats.run_s * 1e3 / whole.ms, 4)}
     steps = _waterfall(parts, whole, ideal_ms, stats, figures)
@@ -123,13 +130,16 @@ def _waterfall(
             "norms, RoPE + append, embedding",
             sum(parts[n].ms for n in ("attn_norm", "ffn_norm", "rope_append", "embed")),
         ),
-        ("together rather than apart (clock, launches)", whole.ms - summed),
+        ("together rather than apart (launches, caches)", whole.ms - summed),
+        ("the clock that the card holds in the run", stats.run_s * 1e3 - whole.ms),
+        ("idle until the next iteration", stats.run_s * 1e3 * figures["idle_share"] / max(figures["busy_share"], 1e-9)),
     ]
     steps, total = [], 0.0
     for what, ms in added:
         total += ms
         steps.append((what, round(ms, 3), round(stats.num_tokens / total * 1e3, 1)))
-    steps.append(("batches that are not full (steady middle)", 0.0, figures["steady_tokens_per_s"]))
+    if figures["steady_tokens_per_s"] is not None:
+        steps.append(("batches that are not full (steady middle)", 0.0, figures["steady_tokens_per_s"]))
     steps.append(("fill and drain (whole run)", 0.0, figures["tokens_per_s"]))
     return steps
 

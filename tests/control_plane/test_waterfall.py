@@ -1,0 +1,65 @@
+"""The breakdown of a run, on a card that takes as long as the test says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from autosearch.catalog import find_model
+from control_plane.bench import waterfall
+from control_plane.bench.record import Record
+from control_plane.bench.waterfall import PARTS, Reading, Snapshots
+from scheduler.plan import StepStats
+
+FIGURES = {"tokens_per_s": 20.0, "steady_tokens_per_s": 25.0, "total_s": 1.0, "idle_share": 0.01, "busy_share": 0.99}
+
+
+def stats(step: int, tokens: int, decodes: int) -> StepStats:
+    return StepStats(step, tokens, 64, 64, decodes, tokens - decodes, 0, 0, 0, 0, False, 1e-3, 1e-4, 0.02)
+
+
+def break_down(monkeypatch, steps: list[StepStats], **changes):
+    monkeypatch.setattr(waterfall, "NvmlCard", lambda: None)
+    one = {"whole": 15.0, "gemms": 4.0}
+
+    def sustained(executor, card, snapshot, parts, rows=None, seconds=1.0):
+        return Reading(one["whole"] if parts == PARTS else one["gemms"] if parts == waterfall.GEMMS else 1.0, 0.5)
+
+    monkeypatch.setattr(waterfall, "_sustained", sustained)
+    snapshots = Snapshots(SimpleNamespace(snapshot=lambda step: step, spec=find_model("llama-3-8b").spec))
+    record = Record(1)
+    for each in steps:
+        snapshots.on_step(each)
+        record.steps.append((float(each.step), each))
+    return waterfall.waterfall(snapshots, record, FIGURES | changes, 6e14, 100), snapshots.latest
+
+
+@pytest.mark.parametrize(
+    ("steps", "kept"),
+    [
+        ([stats(0, 64, 0), stats(50, 64, 20), stats(100, 64, 64), stats(150, 64, 10)], 50),  # full, beside a prefill
+        ([stats(0, 64, 0), stats(50, 8, 8), stats(100, 3, 3)], 50),  # few requests: decodes alone
+        ([stats(0, 64, 0), stats(50, 64, 0), stats(100, 30, 0)], 50),  # one output token each: nothing decodes
+    ],
+)
+def test_every_workload_has_a_breakdown(monkeypatch, steps, kept):
+    result, latest = break_down(monkeypatch, steps)
+    assert latest == kept
+    assert result["breakdown"]["whole iteration"]["ms"] == 15.0
+
+
+def test_the_waterfall_ends_at_the_iteration_of_the_run_idle_time_included(monkeypatch):
+    result, _ = break_down(monkeypatch, [stats(0, 64, 20)])
+    added = [ms for _, ms, _ in result["waterfall"]]
+    assert sum(added) == pytest.approx(20.0 / 0.99, abs=0.01)
+    assert [what for what, _, _ in result["waterfall"]][-2:] == [
+        "batches that are not full (steady middle)",
+        "fill and drain (whole run)",
+    ]
+
+
+def test_a_run_too_short_for_a_steady_middle_is_shown_without_it(monkeypatch):
+    result, _ = break_down(monkeypatch, [stats(0, 64, 20)], steady_tokens_per_s=None)
+    assert "steady" not in str(result["waterfall"])
+    assert break_down(monkeypatch, [])[0] == {"breakdown": None}
