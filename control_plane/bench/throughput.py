@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from scheduler.plan import EngineCapacity, IterationPlan, StepResult
 from scheduler.ports import Executor, PendingStep
 from scheduler.request import NewRequest
 from worker.cuda_executor import CudaExecutor
+from worker.power_meter import NvmlCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +224,10 @@ def _setting(
         "lengths_file": workload.lengths_file and workload.lengths_file.name,
         "synchronous": mode.synchronous,
         "kv_store": engine.kv_store is not None,
+        "schedules": engine.schedules and engine.schedules.name,
+        "nano_batches": engine.nano_batches,
+        "expected_lens": [engine.expected_input_len, engine.expected_output_len],
+        "target_itl_ms": engine.target_itl_ms,
         "batch_tokens": capacity.max_batch_tokens,
         "max_slots": capacity.max_slots,
         "num_pages": capacity.num_pages,
@@ -232,6 +238,8 @@ def _setting(
     if isinstance(executor, CudaExecutor):
         return setting | {
             "device": torch.cuda.get_device_name(),
+            "driver": NvmlCard().driver(),
+            "triton": version("triton"),
             "dtype": str(executor.dtype).removeprefix("torch."),
             "memory_bytes": executor.memory_bytes,
         }
