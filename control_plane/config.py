@@ -65,12 +65,14 @@ class EngineConfig:
         "Mean prompt tokens of requests; with --expected-output-len, B_dense is what the KV cache can keep full.",
         default=default_of(WorkerConfig, "expected_input_len"),
         low=1,
+        high=10**9,
         unset="B_dense is --max-num-batched-tokens",
     )
     expected_output_len: int | None = option(
         "Mean output tokens of requests.",
         default=default_of(WorkerConfig, "expected_output_len"),
         low=1,
+        high=10**9,
         unset="B_dense is --max-num-batched-tokens",
     )
     target_itl_ms: float | None = option(
