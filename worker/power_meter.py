@@ -34,7 +34,9 @@ class NvmlCard:
 
         pynvml.nvmlInit()
         self._nvml: Any = pynvml
-        self._handle = pynvml.nvmlDeviceGetHandleByIndex(torch.cuda.current_device())
+        # By identity: NVML numbers all cards of the machine, CUDA those of CUDA_VISIBLE_DEVICES.
+        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
+        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
     def joules(self) -> float:
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker.power_meter import next_step, watts_between
+from worker.power_meter import NvmlCard, next_step, watts_between
 
 
 class CoarseCard:
@@ -45,3 +48,14 @@ def test_a_counter_that_stands_still_gives_no_power():
     assert card.now < 1.0
     assert watts_between(None, (1.0, 2.0)) is None
     assert watts_between((1.0, 2.0), None) is None
+
+
+def test_the_card_is_the_one_that_cuda_runs_on_whichever_nvml_calls_the_first(monkeypatch):
+    watts = {"GPU-first": 70e3, "GPU-ours": 690e3}
+    nvml = SimpleNamespace(nvmlInit=lambda: None, nvmlDeviceGetPowerUsage=watts.__getitem__)
+    nvml.nvmlDeviceGetHandleByIndex = lambda index: sorted(watts)[index]
+    nvml.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # CUDA_VISIBLE_DEVICES hides the first one
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ours"))
+    assert NvmlCard().watts() == 690.0
