@@ -41,6 +41,7 @@ SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: 
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
+_OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
 _KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
 _NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
@@ -99,6 +100,9 @@ class _Loader:
         self._cuda = self._device.type == "cuda"
         if self._cuda and not torch.cuda.is_available():
             raise CapacityError("there is no CUDA GPU here: `nanoflow doctor` says what is missing, or use the CPU")
+        if self._cuda and torch.cuda.get_device_capability(self._device) < _OLDEST:
+            name = torch.cuda.get_device_name(self._device)
+            raise CapacityError(f"{name} is older than Hopper, whose instructions the kernels use: use the CPU")
         if self._cuda and config.kv_store is not None and importlib.util.find_spec("cupy") is None:
             raise CapacityError("--kv-store on a GPU needs CuPy: pip install cupy-cuda13x, or the one of your CUDA")
         self._dtype = _DTYPES[config.dtype]

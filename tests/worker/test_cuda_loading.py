@@ -76,6 +76,14 @@ def test_without_a_gpu_the_executor_says_so(tmp_path, monkeypatch, random_model)
         CudaExecutor(WorkerConfig(random_model("llama"), device="cuda"))
 
 
+def test_a_gpu_older_than_hopper_is_refused(monkeypatch, random_model):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    with pytest.raises(CapacityError, match="A100 is older than Hopper"):
+        CudaExecutor(WorkerConfig(random_model("llama"), device="cuda"))
+
+
 @pytest.mark.parametrize(("lengths", "expected"), [((None, None), 64), ((16, 16), 64), ((300, 300), 10)])
 def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model, lengths, expected):
     config = WorkerConfig(
