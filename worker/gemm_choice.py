@@ -25,11 +25,14 @@ def is_skinny(rows: int, depth: int) -> bool:
     return rows <= (DEEP_ROWS if depth >= DEEP else SKINNY_ROWS)
 
 
-def skinny_tile(columns: int, depth: int) -> SkinnyTile:
-    """For a weight [columns, depth]: splits of its depth where it has too few columns to keep every SM reading."""
-    blocks = -(-columns // 64)
+def skinny_tile(rows: int, columns: int, depth: int) -> SkinnyTile:
+    """For a weight [columns, depth]: splits of its depth where it has too few columns to keep every SM reading.
+
+    Parts of more rows are larger: there adding them up costs more than reading gains by many.
+    """
+    blocks, most = -(-columns // 64), 4 if rows <= SKINNY_ROWS else 2
     splits = 1
-    while blocks * splits < 200 and depth // splits > 2048 and splits < 4:
+    while blocks * splits < 200 and depth // splits > 2048 and splits < most:
         splits *= 2
     return SkinnyTile(splits=splits) if blocks * splits >= 128 else SkinnyTile(columns=32, depth=256, splits=splits)
 

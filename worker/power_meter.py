@@ -35,8 +35,12 @@ class NvmlCard:
         pynvml.nvmlInit()
         self._nvml: Any = pynvml
         # By identity: NVML numbers all cards of the machine, CUDA those of CUDA_VISIBLE_DEVICES.
-        uuid = torch.cuda.get_device_properties(torch.cuda.current_device()).uuid
-        self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        number = torch.cuda.current_device()
+        try:
+            uuid = torch.cuda.get_device_properties(number).uuid
+            self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        except pynvml.NVMLError:  # a part of a card has another kind of identity
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(number)
 
     def joules(self) -> float:
         return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle)) / 1e3

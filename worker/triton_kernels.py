@@ -97,7 +97,7 @@ class TritonKernels:
         if how != ANY_WAY:
             cublas()
         elif self._choice.is_skinny(rows, w.shape[1]):
-            tile = self._choice.skinny_tile(columns, w.shape[1])
+            tile = self._choice.skinny_tile(rows, columns, w.shape[1])
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, bias=bias)
         elif rows < self._choice.MEASURED_ROWS or not fits:
             cublas()
@@ -130,7 +130,7 @@ class TritonKernels:
 
         rows, (columns, depth) = x.shape[0], w.shape
         if self._choice.is_skinny(rows, depth) and block % 64 == 0:
-            tile = self._choice.skinny_tile(columns // 2, depth)
+            tile = self._choice.skinny_tile(rows, columns // 2, depth)
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
         elif rows <= 64 and block == self._gemm.GATE_BLOCK:
             self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True, tile=self._gemm.LOW_TILE)

@@ -16,8 +16,9 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -210,6 +211,12 @@ def _shares(figures: dict[str, Any], rate: float, spec: ModelSpec) -> dict[str, 
     }
 
 
+def _version(package: str) -> str | None:
+    with suppress(PackageNotFoundError):
+        return version(package)
+    return None
+
+
 def _setting(
     engine: EngineConfig, workload: Workload, mode: Mode, executor: Executor, spec: ModelSpec
 ) -> dict[str, Any]:
@@ -239,7 +246,7 @@ def _setting(
         return setting | {
             "device": torch.cuda.get_device_name(),
             "driver": NvmlCard().driver(),
-            "triton": version("triton"),
+            "triton": _version("triton"),
             "dtype": str(executor.dtype).removeprefix("torch."),
             "memory_bytes": executor.memory_bytes,
         }

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from autosearch.specs import ModelSpec
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import _batch_sizes, _graph_keys, check, graph_key
+from worker.cuda_loading import _batch_sizes, _graph_keys, check, graph_key, load_model
 from worker.executor import CapacityError
 
 

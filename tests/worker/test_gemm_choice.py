@@ -20,11 +20,12 @@ def test_the_fastest_runs_unless_the_first_is_about_as_fast(times, expected):
     assert choice.chosen == {(1, 2): expected}
 
 
+@pytest.mark.parametrize("rows", [1, 32, 64])
 @pytest.mark.parametrize(
-    ("columns", "depth"), [(4096, 4096), (6144, 4096), (28672 // 2, 4096), (128256, 4096), (64, 64)]
+    ("columns", "depth"), [(4096, 4096), (4096, 14336), (6144, 4096), (28672 // 2, 4096), (128256, 4096), (64, 64)]
 )
-def test_every_sm_reads(columns, depth):
-    tile = skinny_tile(columns, depth)
+def test_every_sm_reads(rows, columns, depth):
+    tile = skinny_tile(rows, columns, depth)
     blocks = -(-columns // tile.columns) * tile.splits
     assert blocks >= 128 or columns < 4096
     assert depth // tile.splits >= min(depth, 1024)
