@@ -257,6 +257,9 @@ def _rope(config: dict[str, Any]) -> RopeSpec:
 
 
 def _yarn(params: dict[str, Any], theta: float, original: int, max_position: int) -> RopeSpec:
+    if theta <= 1:
+        raise UnsupportedModelError(f"config.json: rope_theta must be more than 1 with yarn, not {theta:g}")
+
     def optional(name: str) -> float | None:
         return None if params.get(name) is None else _number(params, name)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import numpy as np
@@ -116,14 +117,18 @@ class CudaExecutor:
 
     def close(self) -> None:
         """Wait for the device and free everything. Idempotent."""
-        if not self._closed:
+        if self._closed:
+            return
+        self._closed = True
+        try:
             self._schedules.close()
             if self._mover is not None:
                 self._mover.close()
             if self._cuda:
-                torch.cuda.synchronize()
-        self._closed = True
-        self._loaded = None
+                with suppress(RuntimeError):  # a device's fault has been told by the iteration that met it
+                    torch.cuda.synchronize()
+        finally:
+            self._loaded = None
 
     @property
     def model(self) -> CudaModel:

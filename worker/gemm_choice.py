@@ -15,7 +15,7 @@ from worker.kernels.skinny_gemm import SkinnyTile
 
 SKINNY_ROWS = 32  # up to here the skinny kernel reads all weights fastest
 DEEP, DEEP_ROWS = 8192, 64  # weights of this depth up to so many rows
-MEASURED_ROWS = 512  # from here on the shapes are timed; between these and the skinny ones cuBLAS was ahead
+MEASURED_ROWS = 512  # from here on plain shapes are timed; between these and the skinny ones cuBLAS was ahead
 _ADVANTAGE = 0.98  # a challenger must be this much faster, or noise would choose
 _LAUNCHES = 8
 

@@ -134,9 +134,9 @@ class TritonKernels:
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
         elif rows <= 64 and block == self._gemm.GATE_BLOCK:
             self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True, tile=self._gemm.LOW_TILE)
-        elif rows < self._choice.MEASURED_ROWS or block != self._gemm.GATE_BLOCK:
+        elif block != self._gemm.GATE_BLOCK:
             cublas()
-        else:
+        else:  # with SiLU·mul at its end the persistent kernel may win from here on
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
             self.gemm_choice.run((rows, columns, depth, 1), (cublas, persistent))
 

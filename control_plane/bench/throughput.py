@@ -126,8 +126,8 @@ def _measure(
         figures |= _moves(record)
     if gpu:
         figures |= _shares(figures, rate, spec) | power
-        concurrent = min(len(requests), executor.capacity.max_slots)
-        context = (prompt_tokens + output_tokens / 2) / len(requests)
+        capacity, context = executor.capacity, (prompt_tokens + output_tokens / 2) / len(requests)
+        concurrent = min(len(requests), capacity.max_slots, int(capacity.num_pages * capacity.page_size / context))
         bound = memory_bound_step_s(spec, concurrent, context, gpu.dtype.itemsize)
         figures["memory_bound_step_ms"] = round(bound * 1e3, 4)
     if snapshots:

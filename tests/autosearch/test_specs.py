@@ -125,6 +125,7 @@ def test_the_original_context_defaults_to_the_context():
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 2.0, "low_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": "yarn"}, "JSON object"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2.0}}, "more than 1"),
         ({"architectures": [["LlamaForCausalLM"]]}, "architectures"),
         ({"architectures": {"LlamaForCausalLM": 1}}, "architectures"),
         ({"architectures": None, "model_type": ["llama"]}, "model_type"),

@@ -99,3 +99,16 @@ def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model
     executor = CudaExecutor(config)
     assert executor.capacity.max_batch_tokens == expected
     executor.close()
+
+
+def test_a_fault_of_the_device_does_not_keep_an_executor_from_closing(random_model, monkeypatch):
+    def fault():
+        raise RuntimeError("an illegal memory access was encountered")
+
+    executor = CudaExecutor(WorkerConfig(random_model("llama"), dtype="float32", max_slots=4, num_pages=20))
+    executor._cuda = True
+    monkeypatch.setattr(torch.cuda, "synchronize", fault)
+    executor.close()
+    executor.close()
+    with pytest.raises(AssertionError, match="closed"):
+        _ = executor.model
