@@ -357,6 +357,8 @@ class OwnStoreConfig:
     def __post_init__(self) -> None:
         if self.kv_store_cpu_bytes is None and self.kv_store_ssd_dir is not None:
             raise ConfigError("kv-store-ssd-dir is of a store that the server starts: give kv-store-cpu-bytes too")
+        if self.kv_store_cpu_bytes is None and self.kv_store_metrics_port is not None:
+            raise ConfigError("kv-store-metrics-port is of a store that the server starts: give kv-store-cpu-bytes too")
 
 
 # What a configuration file may speak of.

@@ -101,9 +101,9 @@ class NodeStore:
             if time.monotonic() - started_s > STEADY_S:
                 pause_s = FIRST_PAUSE_S
             logger.warning("the KV store has ended (%s); it is started again in %g s", how, pause_s)
+            await self._host.stop()  # now: a killed store's memory is in use until then
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            await self._host.stop()
             self._host = self._make_host(node)
             try:
                 await self._host.start()

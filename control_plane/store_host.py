@@ -25,7 +25,9 @@ from pathlib import Path
 
 from control_plane.options import PREFIX
 from control_plane.store_affinity import Affinity, beside_gpus, started_on
+from kvstore import arena
 from kvstore.keys import StoreError
+from kvstore.settings import KVServiceConfig
 from worker.numa import SYSFS
 
 STOP_TIMEOUT_S = 12.0  # from SIGTERM to SIGKILL: what waits for the SSD is still written
@@ -155,6 +157,7 @@ class StoreHost:
                 process.wait(patience_s)
         process.kill()
         process.wait()
+        arena.remove_abandoned(KVServiceConfig(0).arena_folder)  # its memory, which may be why it was killed
         if self._listening is not None:
             self._listening.join(1.0)  # to the last of its words
         for pipe in (process.stdin, process.stdout, process.stderr):

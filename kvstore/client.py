@@ -93,6 +93,9 @@ class KVClient:
         self._sent: set[Any] = set()  # calls whose answers nobody waits for
         self._metadata = (("authorization", f"Bearer {config.token}"),) if config.token else ()
         self._channel = _channel(config)
+        self.on_gone: Callable[[memoryview], None] = lambda arena: None  # told an arena whose store has ended
+        self._is_connected = False
+        self._channel.subscribe(self._connection_changed)
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self.breaker = Breaker(config.breaker, clock)
         self.counters = Counters(COUNTERS)
@@ -210,10 +213,12 @@ class KVClient:
         except (OSError, ValueError) as error:
             self._failed("garbage", f"the arena cannot be mapped: {error}")
             return None
-        self.counters.add("attached")
         attached = _Attached(answer.boot_id, mapping, answer.lease_s, answer.max_payload_bytes)
         with self._lock:
+            if self._attached is not None and self._attached.boot_id == attached.boot_id:
+                return self._attached  # another thread was sooner: one mapping for all
             self._attached = attached
+        self.counters.add("attached")
         return attached
 
     def _is_of(self, attached: _Attached, answer: Any) -> bool:
@@ -222,6 +227,15 @@ class KVClient:
             return True
         self._release(answer.lease_id)
         return False
+
+    def _connection_changed(self, state: grpc.ChannelConnectivity) -> None:
+        """Give the mapping up when the store is gone, asked or not: its next run needs the memory."""
+        was_connected, self._is_connected = self._is_connected, state is grpc.ChannelConnectivity.READY
+        if was_connected and not self._is_connected:
+            with self._lock:
+                attached, self._attached = self._attached, None
+            if attached is not None:
+                self.on_gone(attached.mapping.view)
 
     def _notice(self, boot_id: str) -> None:
         """Give the mapping up if another run of the store answers; it goes when the last lease on it is gone."""

@@ -104,6 +104,12 @@ class SsdTier:
             handle = self._residents.find(key)
             return None if handle is None else self._residents.payload_bytes(handle)
 
+    def own(self, key: bytes) -> bytes:
+        """The same key, as the object that is kept here if it is: other tiers need not keep one more."""
+        with self._lock:
+            handle = self._residents.find(key)
+            return key if handle is None else self._residents.lru.key_of(handle)
+
     def touch(self, key: bytes) -> bool:
         """The key was used, if it is here, which is told: found in a faster tier, say."""
         with self._lock:

@@ -27,12 +27,17 @@ class CudaDma:
         """Raises ImportError without CuPy."""
         import cupy
 
-        self._runtime, self._device = cupy.cuda.runtime, device.index or 0
+        self._cupy, self._runtime, self._device = cupy, cupy.cuda.runtime, device.index or 0
         self._pci_id: str = self._runtime.deviceGetPCIBusId(self._device)
         self.memory = DmaMemory(
             lambda address, num_bytes: self._runtime.hostRegister(address, num_bytes, _PORTABLE),
-            lambda address: self._runtime.hostUnregister(address),
+            self._unregister,
         )
+
+    def _unregister(self, address: int) -> None:
+        """In any thread."""
+        with self._cupy.cuda.Device(self._device):
+            self._runtime.hostUnregister(address)
 
     def prepare_thread(self) -> None:
         """For a thread that will copy: beside the GPU, and with the GPU as its current device."""

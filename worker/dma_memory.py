@@ -32,6 +32,7 @@ class DmaRegion:
     ) -> None:
         self.arena = arena
         self.num_users = 0
+        self.is_gone = False  # its store has ended
         self._register, self._unregister = register, unregister
         self._first, self._num_bytes = address_of(arena), arena.nbytes
         self._registered: set[int] = set()  # pieces, by number
@@ -108,6 +109,13 @@ class DmaMemory:
             region.num_users -= 1
             self._drop_old()
 
+    def forget(self, arena: memoryview) -> None:
+        """Its store is gone: give it up as soon as nobody uses it, as the store's next run needs the memory."""
+        with self._lock:
+            for region in self._regions:
+                region.is_gone |= region.arena is arena
+            self._drop_old()
+
     def close(self) -> None:
         """Unregister everything. Nothing is lent."""
         with self._lock:
@@ -116,8 +124,8 @@ class DmaMemory:
             self._regions.clear()
 
     def _drop_old(self) -> None:
-        for region in self._regions[:-1]:
-            if not region.num_users:
+        for region in list(self._regions):
+            if not region.num_users and (region.is_gone or region is not self._regions[-1]):
                 region.close()
                 self._regions.remove(region)
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from kvstore.client_leases import ReadLease, WriteLease
-from worker.kernels.page_copy import gather, scatter
 from worker.kv_cache import KVCache
 
 
@@ -58,13 +58,16 @@ class PageCopier(Protocol):
 
 
 class CpuPageCopier:
-    """Plain memory copies, each done when the call returns."""
+    """Plain memory copies, each done when the call returns.
+
+    By numpy: torch's copies would share its threads with the model, and wait for them where CPUs are busy.
+    """
 
     def __init__(self, cache: KVCache, slot_pages: int = 1, num_slots: int = 1) -> None:
-        self._cache = cache
         self.page_bytes = cache.shape.elements_per_page * cache.layers[0].element_size()
         self.slot_pages, self.num_slots = slot_pages, num_slots
-        self._staging = torch.empty(num_slots, slot_pages, self.page_bytes, dtype=torch.uint8)
+        self._layers = [layer.view(torch.uint8).view(2, cache.shape.num_pages, -1).numpy() for layer in cache.layers]
+        self._staging = np.empty((num_slots, slot_pages, self.page_bytes), np.uint8)
         self._num_whole = [0] * num_slots
         self._is_sealed = [False] * num_slots
 
@@ -72,7 +75,7 @@ class CpuPageCopier:
         """As in PageCopier."""
         self._num_whole[slot] = 0
         for record, number in zip(self._staging[slot], numbers):
-            if not lease.copy(number, record.numpy().data):
+            if not lease.copy(number, record.data):
                 break
             self._num_whole[slot] += 1
 
@@ -82,12 +85,16 @@ class CpuPageCopier:
 
     def scatter(self, slot: int, pages: Sequence[int]) -> None:
         """As in PageCopier."""
-        scatter(self._cache.layers, pages, self._staging[slot])
+        for record, page in zip(self._staging[slot], pages):
+            for layer, part in zip(self._layers, self._by_layer(record)):
+                layer[:, page] = part
 
     def send(self, slot: int, pages: Sequence[int], lease: WriteLease, numbers: Sequence[int]) -> None:
         """As in PageCopier."""
-        gather(self._cache.layers, pages, self._staging[slot])
-        written = (lease.write(number, record.numpy().data) for record, number in zip(self._staging[slot], numbers))
+        for record, page in zip(self._staging[slot], pages):
+            for layer, part in zip(self._layers, self._by_layer(record)):
+                part[:] = layer[:, page]
+        written = (lease.write(number, record.data) for record, number in zip(self._staging[slot], numbers))
         self._is_sealed[slot] = all(written)
 
     def seal(self, slot: int) -> bool:
@@ -99,3 +106,7 @@ class CpuPageCopier:
 
     def close(self) -> None:
         """As in PageCopier."""
+
+    def _by_layer(self, record: np.ndarray) -> np.ndarray:
+        """A record's bytes as [layers, K and V, bytes]."""
+        return record.reshape(len(self._layers), 2, -1)

@@ -56,6 +56,7 @@ def page_mover(store: KVClient, identity: PageIdentity, cache: KVCache, staging:
     from worker.page_copy_cuda import CudaPageCopier
 
     kernels, dma = PageCopyKernels(cache.layers), CudaDma(staging.device)
+    store.on_gone = dma.memory.forget
     arena = store.arena()
     if arena is not None:
         dma.register_ahead(arena)

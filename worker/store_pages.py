@@ -83,8 +83,7 @@ class PageMover:
         self._told = (0, 0)  # of the store's faults and trips
         self._news = threading.Condition()
         self._threads = {kind: ThreadPoolExecutor(1, f"kv-{kind}", initializer=prepare_thread) for kind in MoveKind}
-        self._asking = ThreadPoolExecutor(1, "kv-asking")  # for the load that is under way
-        self._asking_first = ThreadPoolExecutor(1, "kv-asking-first")  # for the next one
+        self._asking = ThreadPoolExecutor(2, "kv-asking")  # for the load that is under way, and for the next one
         self._waiting: deque[_Job] = deque()  # loads that have not begun
 
     def start(self, moves: Sequence[KVMove]) -> None:
@@ -110,7 +109,6 @@ class PageMover:
         for thread in self._threads.values():
             thread.shutdown(wait=True, cancel_futures=True)
         self._asking.shutdown()
-        self._asking_first.shutdown()
         for job in self._waiting:
             job.give_back()
         self._loads.close()
@@ -139,7 +137,7 @@ class PageMover:
         job = self._waiting[0] if self._waiting else None
         if job and not job.first:
             some = self._batches(job.move)[0]
-            job.first = self._asking_first.submit(self._ask, job.move, some, job.leases, SSD_WAIT_S)
+            job.first = self._asking.submit(self._ask, job.move, some, job.leases, SSD_WAIT_S)
 
     def _batches(self, move: KVMove) -> list[range]:
         """The digests that are asked for at once."""

@@ -87,6 +87,19 @@ def test_after_a_kill_it_says_so_and_can_be_started_again(tmp_path):
         assert put_and_get(tmp_path)
 
 
+def test_a_killed_stores_memory_is_given_back_when_it_is_noticed(tmp_path):
+    size = (1 << 20) + 12 * 4096  # by which the arena of this test is known
+    with host_in(tmp_path, "--cpu-bytes", str(size)) as host:
+        os.kill(host.start(), signal.SIGKILL)
+
+        def arenas() -> list[Path]:
+            return [path for path in Path("/dev/shm").glob("nanoflow-kv-*") if path.stat().st_size == size]
+
+        assert arenas()
+        host.stop()
+        assert not arenas()
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

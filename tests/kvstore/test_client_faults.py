@@ -97,6 +97,19 @@ def test_a_truthful_one_is_believed(liar):
     assert liar.client.put(b"new", payload_for(b"new"))
 
 
+def test_threads_that_ask_at_once_share_one_mapping(liar):
+    at_once = threading.Barrier(4)
+
+    def acquire(key):
+        at_once.wait(10)
+        return liar.client.acquire([key])
+
+    with ThreadPoolExecutor(4) as threads:
+        leases = list(threads.map(acquire, KEYS[:4]))
+    assert len({id(lease.arena) for lease in leases}) == 1
+    assert liar.client.counters["attached"] == 1
+
+
 def test_another_records_place_is_a_miss(liar):
     liar.blocks = lambda keys: [
         pb.Block(offset=(KEYS.index(key) + 1) % 8 * 4096, payload_bytes=PAYLOAD, tier=pb.TIER_CPU) for key in keys

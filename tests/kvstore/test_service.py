@@ -115,6 +115,17 @@ def test_only_what_was_hit_often_enough_goes_to_ssd(make, tmp_path):
     assert service.counters["ssd_writes"] == 1
 
 
+@pytest.mark.parametrize("way", ["loaded", "put again"])
+def test_a_key_in_both_tiers_is_kept_once(make, tmp_path, way):
+    service = make(ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 20, ssd_after_hits=0)
+    on_ssd_only(service, b"key")
+    again = bytes(bytearray(b"key"))  # as each call brings its own
+    assert get(service, again) is not None if way == "loaded" else put(service, again, payload_for(again))
+    tiers = (service.tiers.cpu, service.tiers.ssd._residents)
+    first, second = (tier.lru.key_of(tier.find(b"key")) for tier in tiers)
+    assert first is second
+
+
 def test_a_load_under_way_holds_up_nobody_else_and_is_shared(make, tmp_path):
     files = SlowFiles()
     service = make(files, ssd_dir=tmp_path, ssd_bytes=1 << 20, ssd_after_hits=0)

@@ -41,6 +41,22 @@ def arena(num_bytes: int = 10 * PIECE - 100) -> memoryview:
     return memoryview(mmap.mmap(-1, num_bytes))
 
 
+def test_an_arena_whose_store_is_gone_is_given_up_when_nobody_uses_it():
+    driver, memory = Driver(), arena()
+    for is_used in (True, False):
+        region = driver.memory.lend(memory)
+        assert region.register_all()
+        if is_used:
+            driver.memory.forget(memory)
+            assert driver.ranges
+            driver.memory.give_back(region)
+        else:
+            driver.memory.give_back(region)
+            assert driver.ranges
+            driver.memory.forget(memory)
+        assert not driver.ranges
+
+
 @given(st.data())
 def test_pieces_are_the_range_and_each_is_registered(data):
     driver, memory = Driver(), arena()
