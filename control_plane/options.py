@@ -20,6 +20,7 @@ import yaml
 
 PREFIX = "NANOFLOW_"
 CONFIG_ENV = PREFIX + "CONFIG"  # names the file, as --config does
+_TEST_DATA_ENV = PREFIX + "SHARED"  # names what the tests read
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -188,7 +189,7 @@ def unknown_variables(environ: Mapping[str, str], known: Sequence[type]) -> list
     names = [each.env for each in options_of(*known)] + [CONFIG_ENV]
     found = []
     for name in sorted(environ):
-        if name.startswith(PREFIX) and name not in names:
+        if name.startswith(PREFIX) and name not in [*names, _TEST_DATA_ENV]:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
             found += [f"{name} is not an option and has no effect: did you mean {near[0]}?"] if near else []
     return found

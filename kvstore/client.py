@@ -95,6 +95,7 @@ class KVClient:
         self._channel = _channel(config)
         self.on_gone: Callable[[memoryview], None] = lambda arena: None  # told an arena whose store has ended
         self._is_connected = False
+        self._watched = threading.Event()  # gRPC's thread that watches the connection runs
         self._channel.subscribe(self._connection_changed)
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self.breaker = Breaker(config.breaker, clock)
@@ -196,6 +197,7 @@ class KVClient:
 
     def close(self) -> None:
         """Hang up. Leases that are out end by themselves."""
+        self._watched.wait(1.0)  # a channel that is closed before is an exception there
         self._channel.close()
         with self._lock:
             self._attached = None
@@ -230,6 +232,7 @@ class KVClient:
 
     def _connection_changed(self, state: grpc.ChannelConnectivity) -> None:
         """Give the mapping up when the store is gone, asked or not: its next run needs the memory."""
+        self._watched.set()
         was_connected, self._is_connected = self._is_connected, state is grpc.ChannelConnectivity.READY
         if was_connected and not self._is_connected:
             with self._lock:

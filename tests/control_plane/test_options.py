@@ -177,3 +177,12 @@ def test_a_misspelt_variable_is_pointed_out():
         "NANOFLOW_PROT is not an option and has no effect: did you mean NANOFLOW_PORT?"
     ]
     assert unknown_variables({"NANOFLOW_SOMETHING_ELSE": "1"}, (Server,)) == []
+
+
+def test_what_names_the_tests_data_is_no_misspelling():
+    @dataclass(frozen=True, slots=True)
+    class Near:
+        shards: int = option("Shards.", default=1)
+
+    assert unknown_variables({"NANOFLOW_SHARD": "1"}, (Near,))
+    assert unknown_variables({"NANOFLOW_SHARED": "data"}, (Near,)) == []
