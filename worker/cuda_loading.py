@@ -20,7 +20,8 @@ from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
-from worker.cuda_model import CudaModel, GraphKey, check_schedule, interleave_gates, parameter_bytes, unsupported
+from worker.cuda_layers import interleave_gates, unsupported
+from worker.cuda_model import CudaModel, GraphKey, check_schedule, parameter_bytes
 from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory

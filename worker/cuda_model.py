@@ -1,4 +1,4 @@
-"""The dense decoder on one GPU: fixed buffers, operators on kernels, one CUDA graph per batch size.
+"""The dense decoder on one GPU: its layers by any schedule, tokens chosen on the device, one CUDA graph per batch size.
 
 Every array that changes between iterations lies in one device block (`worker.device_batch`), so a graph is replayed
 as it is. Sampled ids stay in a table by slot, which the next iteration's embedding reads. On a CPU the same code
@@ -17,16 +17,14 @@ import torch
 from autosearch.operators import ATTENTION, Operator, layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
+from worker.cuda_layers import CudaLayers, Rows, nothing
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
-from worker.folded_norms import ADD, NO_PASS, SCALED, is_folded
-from worker.kernel_set import GATE_BLOCK, MAX_VOCAB, How, KernelSet, Norm
-from worker.kernels.reference import interleave_gate_up
+from worker.folded_norms import is_folded
+from worker.kernel_set import How, KernelSet
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
 from worker.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD
-from worker.models.rope import cos_sin_tables
 from worker.streams import CudaStreams, LaneOrder, OneStream, Streams
-from worker.work_lists import DECODE_FIELDS, PREFILL_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +34,6 @@ class GraphKey:
     rows: int
     has_prefill: bool
     schedule: str = ""  # by name; empty: sequential
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows [start, stop) that an operator runs on, and how."""
-
-    start: int
-    stop: int
-    number: int  # of the range among the operator's: attention's units are listed by range
-    how: How
 
 
 class CudaModel:
@@ -63,30 +51,16 @@ class CudaModel:
         """weights: those of a loaded model, with interleave_gates() behind them."""
         self.spec, self.limits, self._kernels, self._weights = spec, limits, kernels, weights
         self._device, self._max_model_len = device, max_model_len
-        self._group = spec.num_heads // spec.num_kv_heads
-        self._gate_block = _gate_block(spec)
-        cos, sin = cos_sin_tables(spec.rope, spec.head_dim, max_model_len)
-        self._cos, self._sin = cos.to(device), sin.to(device)
-        like, rows = weights[EMBEDDING], limits.rows
-        self._residual = like.new_zeros(rows, spec.hidden_size)
-        self._normed, self._delta = torch.zeros_like(self._residual), torch.zeros_like(self._residual)
-        self._qkv = like.new_zeros(rows, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim)
-        self._attention = like.new_zeros(rows, spec.num_heads * spec.head_dim)
-        self._both = like.new_zeros(rows, 2 * spec.intermediate_size)
-        self._gated = like.new_zeros(rows, spec.intermediate_size)
-        self._squares = torch.zeros(Norm.num_parts(spec.hidden_size), rows, device=device)
-        num_samples = min(rows, limits.slots)
+        like, num_samples = weights[EMBEDDING], min(limits.rows, limits.slots)
+        self.view = BlockView(limits, torch.zeros(BlockView.size(limits), dtype=torch.int32, device=device))
+        # One more slot and one more table row than there are: padding is written there.
+        self.last_tokens = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
+        self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
+        self.layers = CudaLayers(spec, weights, limits, kernels, self.view, self.page_table, max_model_len)
         self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
         self._random_hidden = like.new_zeros(RANDOM_ROWS, spec.hidden_size)
         self._random_logits = like.new_zeros(RANDOM_ROWS, self._head().shape[0])
         self.sampled = torch.zeros(num_samples, dtype=torch.int32, device=device)
-        # One more slot and one more table row than there are: padding is written there.
-        self.last_tokens = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
-        self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
-        self.view = BlockView(limits, torch.zeros(BlockView.size(limits), dtype=torch.int32, device=device))
-        # Of each layer's launches of decode and of prefill attention.
-        self._tickets = torch.zeros(spec.num_layers, 2, MAX_RANGES, dtype=torch.int32, device=device)
-        self._cache: KVCache | None = None
         self._schedules: dict[str, PipelineSchedule] = {}
         self._cuts: dict[str, AttentionCuts] = {}
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
@@ -101,14 +75,14 @@ class CudaModel:
     def use_cache(self, cache: KVCache) -> None:
         """Run on this KV cache from now on; graphs of another one are dropped."""
         self._graphs.clear()
-        self._cache = cache
+        self.layers.cache = cache
 
     def use_schedules(self, schedules: Sequence[PipelineSchedule]) -> None:
         """Let graph keys name these, from any thread. Raises InvalidScheduleError or PartitionError."""
         operators = layer_operators(self.spec)
         for schedule in schedules:
             check_schedule(schedule, operators)
-            if is_folded(schedule) and self._residual.dtype == torch.float16:
+            if is_folded(schedule) and self.layers.residual.dtype == torch.float16:
                 raise InvalidScheduleError(f"{schedule.name}: rows before their norm do not fit float16: use bfloat16")
             known = self._schedules.get(schedule.name, schedule)
             if known.operations != schedule.operations:
@@ -133,27 +107,6 @@ class CudaModel:
     def cuts(self, key: GraphKey) -> AttentionCuts:
         """Where the key's schedule cuts the rows of attention."""
         return self._cuts[key.schedule] if key.schedule else AttentionCuts()
-
-    def operators(self, has_prefill: bool) -> dict[str, LayerOperator[_Rows]]:
-        """The layer's operators, named as in autosearch.operators."""
-        operators = [
-            LayerOperator("attn_norm", self._attn_norm, ("residual", "delta"), ("residual", "normed")),
-            LayerOperator("qkv", self._run_qkv, ("normed",), ("qkv",)),
-            LayerOperator("rope_append", self._rope_append, ("qkv",), ("qkv", "kv_cache")),
-            LayerOperator("decode_attention", self._decode, ("qkv", "kv_cache"), ("attention/decode",)),
-            LayerOperator(
-                "prefill_attention",
-                self._prefill if has_prefill else _nothing,
-                ("qkv", "kv_cache"),
-                ("attention/prefill",),
-                reads_earlier_rows=("kv_cache",),
-            ),
-            LayerOperator("o", self._run_o, ("attention/decode", "attention/prefill"), ("delta",)),
-            LayerOperator("ffn_norm", self._ffn_norm, ("residual", "delta"), ("residual", "normed")),
-            LayerOperator("up_gate", self._up_gate, ("normed",), ("gated",)),
-            LayerOperator("down", self._down, ("gated",), ("delta",)),
-        ]
-        return {operator.name: operator for operator in operators}
 
     def run(self, key: GraphKey) -> None:
         """One iteration of what the block holds: a graph where one was captured, else launch by launch."""
@@ -183,7 +136,7 @@ class CudaModel:
 
     def warm_up(self, key: GraphKey) -> None:
         """Run what the schedule's layers launch, on the first ones: a graph of it needs its kernels compiled."""
-        self._iteration(key, {"embed", *self.operators(key.has_prefill)}, min(2, self.spec.num_layers))
+        self._iteration(key, {"embed", *self.layers.operators(key.has_prefill)}, min(2, self.spec.num_layers))
         self._gather_samples(min(key.rows, self.limits.slots), self._last_delta(key))
 
     def sample(self, first: int, size: int) -> None:
@@ -248,13 +201,13 @@ class CudaModel:
         samples = min(rows, self.limits.slots)
         self.page_table.view(-1)[view["table_cells"].long()] = view["table_pages"]
         if parts is None or not set(ATTENTION).isdisjoint(parts):
-            self._tickets.zero_()
+            self.layers.tickets.zero_()
         if parts is None or "embed" in parts:
             table = self._weights[EMBEDDING]
-            self._kernels.embed(view["tokens"][:rows], self.last_tokens, table, self._residual[:rows])
-        operators = self.operators(key.has_prefill)
+            self._kernels.embed(view["tokens"][:rows], self.last_tokens, table, self.layers.residual[:rows])
+        operators = self.layers.operators(key.has_prefill)
         if parts is not None:
-            operators = {name: o if name in parts else replace(o, run=_nothing) for name, o in operators.items()}
+            operators = {name: o if name in parts else replace(o, run=nothing) for name, o in operators.items()}
         self._run_layers(self.schedule(key), operators, num_layers or self.spec.num_layers)
         if parts is None or "lm_head" in parts:
             self._choose_tokens(samples, self._last_delta(key))
@@ -264,7 +217,7 @@ class CudaModel:
         return self._schedules[key.schedule] if key.schedule else sequential(layer_operators(self.spec), key.rows)
 
     def _run_layers(
-        self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[_Rows]], num_layers: int
+        self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[Rows]], num_layers: int
     ) -> None:
         order = LaneOrder(schedule, layer_operators(self.spec), self.num_sms)
         numbers = {name: schedule.ranges(name) for name in ATTENTION}
@@ -274,7 +227,7 @@ class CudaModel:
             span = (operation.start, operation.end)
             ranges = numbers.get(operation.operator)
             number = ranges.index(span) if ranges else 0
-            rows = _Rows(*span, number, How(order.places[index].sms, operation.kernel))
+            rows = Rows(*span, number, How(order.places[index].sms, operation.kernel))
             operators[operation.operator].run(layer, rows)
 
         order.run(num_layers, self._streams, launch)
@@ -289,7 +242,7 @@ class CudaModel:
         """The sampled rows behind the last norm."""
         view, hidden = self.view, self._sampled_hidden[:samples]
         self._kernels.gather_norm(
-            self._residual,
+            self.layers.residual,
             delta,
             view["sample_rows"][:samples],
             view["counts"][0:1],
@@ -301,124 +254,12 @@ class CudaModel:
 
     def _last_delta(self, key: GraphKey) -> torch.Tensor | None:
         """What the last layer has left to add to the residual."""
-        return None if key.schedule and is_folded(self.schedule(key)) else self._delta
-
-    def _layer(self, layer: int, name: str) -> torch.Tensor:
-        return self._weights[f"layers.{layer}.{name}"]
-
-    def _bias(self, layer: int, name: str) -> torch.Tensor | None:
-        return self._weights.get(f"layers.{layer}.{name}")
-
-    def _norm(self, rows: _Rows) -> Norm | None:
-        """Of the rows that a GEMM reads, where the one before has left it."""
-        folded = rows.how.kernel == SCALED
-        return Norm(self._squares[:, rows.start : rows.stop], self.spec.norm_eps) if folded else None
-
-    def _add(self, x: torch.Tensor, layer: int, name: str, gain: torch.Tensor, rows: _Rows) -> None:
-        """Add x times a weight to the residual stream, for a norm with this gain."""
-        part = slice(rows.start, rows.stop)
-        residual, normed, squares = self._residual[part], self._normed[part], self._squares[:, part]
-        weight, bias = self._layer(layer, name), self._bias(layer, f"{name}_bias")
-        self._kernels.add(x[part], weight, bias, residual, gain, normed, squares, how=rows.how)
-
-    def _attn_norm(self, layer: int, rows: _Rows) -> None:
-        if layer and rows.how.kernel == NO_PASS:
-            return
-        part = slice(rows.start, rows.stop)
-        delta = self._delta[part] if layer else None
-        self._kernels.norm(
-            self._residual[part], delta, self._layer(layer, "attn_norm"), self._normed[part], self.spec.norm_eps
-        )
-
-    def _run_qkv(self, layer: int, rows: _Rows) -> None:
-        part = slice(rows.start, rows.stop)
-        norm = self._norm(rows) if layer else None  # the first layer's norm always is a pass of its own
-        weight, bias = self._layer(layer, "qkv"), self._bias(layer, "qkv_bias")
-        self._kernels.linear(self._normed[part], weight, bias, self._qkv[part], rows.how, norm)
-
-    def _rope_append(self, layer: int, rows: _Rows) -> None:
-        part, cache = slice(rows.start, rows.stop), self._pages()
-        positions, cells = self.view["positions"][part], self.view["cells"][part]
-        k, v = cache.k(layer), cache.v(layer)
-        self._kernels.rope_append(
-            self._qkv[part], positions, cells, self._cos, self._sin, k, v, num_heads=self.spec.num_heads
-        )
-
-    def _decode(self, layer: int, rows: _Rows) -> None:
-        units, span = self.view["decode_units"].view(-1, DECODE_FIELDS), self.view["decode_spans"][rows.number :]
-        self._kernels.decode(
-            *self._attend(layer, units, span), **self._attending(layer, 0, rows), rows=rows.stop - rows.start
-        )
-
-    def _prefill(self, layer: int, rows: _Rows) -> None:
-        units, span = self.view["prefill_units"].view(-1, PREFILL_FIELDS), self.view["prefill_spans"][rows.number :]
-        self._kernels.prefill(*self._attend(layer, units, span), **self._attending(layer, 1, rows))
-
-    def _attend(self, layer: int, units: torch.Tensor, span: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        k, v = self._pages().k(layer), self._pages().v(layer)
-        return self._qkv, k, v, self.page_table, units, span, self._attention
-
-    def _attending(self, layer: int, kind: int, rows: _Rows) -> dict[str, Any]:
-        ticket = self._tickets[layer, kind, rows.number : rows.number + 1]
-        return {"ticket": ticket, "group": self._group, "how": rows.how}
-
-    def _run_o(self, layer: int, rows: _Rows) -> None:
-        if rows.how.kernel == ADD:
-            self._add(self._attention, layer, "o", self._layer(layer, "ffn_norm"), rows)
-            return
-        part = slice(rows.start, rows.stop)
-        self._kernels.linear(
-            self._attention[part], self._layer(layer, "o"), self._bias(layer, "o_bias"), self._delta[part], rows.how
-        )
-
-    def _ffn_norm(self, layer: int, rows: _Rows) -> None:
-        if rows.how.kernel == NO_PASS:
-            return
-        part = slice(rows.start, rows.stop)
-        weight = self._layer(layer, "ffn_norm")
-        self._kernels.norm(self._residual[part], self._delta[part], weight, self._normed[part], self.spec.norm_eps)
-
-    def _up_gate(self, layer: int, rows: _Rows) -> None:
-        part = slice(rows.start, rows.stop)
-        weight = self._layer(layer, "gate_up")
-        both, gated = self._both[part], self._gated[part]
-        self._kernels.gated(self._normed[part], weight, both, gated, self._gate_block, rows.how, self._norm(rows))
-
-    def _down(self, layer: int, rows: _Rows) -> None:
-        if rows.how.kernel == ADD:
-            last = layer == self.spec.num_layers - 1
-            gain = self._weights[FINAL_NORM] if last else self._layer(layer + 1, "attn_norm")
-            self._add(self._gated, layer, "down", gain, rows)
-            return
-        part = slice(rows.start, rows.stop)
-        self._kernels.linear(
-            self._gated[part], self._layer(layer, "down"), self._bias(layer, "down_bias"), self._delta[part], rows.how
-        )
-
-    def _pages(self) -> KVCache:
-        assert self._cache is not None, "use_cache() comes first"
-        return self._cache
-
-
-def interleave_gates(spec: ModelSpec, weights: dict[str, torch.Tensor]) -> None:
-    """Put interleaved gate and up rows in place of the joined ones, as the models' kernels read them. Once."""
-    for layer in range(spec.num_layers):
-        name = f"layers.{layer}.gate_up"
-        gate, up = weights[name].chunk(2)
-        weights[name] = interleave_gate_up(gate, up, _gate_block(spec))
-
-
-def _gate_block(spec: ModelSpec) -> int:
-    return GATE_BLOCK if spec.intermediate_size % GATE_BLOCK == 0 else spec.intermediate_size
+        return None if key.schedule and is_folded(self.schedule(key)) else self.layers.delta
 
 
 def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:
     """Of the ranges that get their shares of the decodes."""
     return () if schedule.decodes_first else schedule.boundaries()[:-1]
-
-
-def _nothing(layer: int, rows: _Rows) -> None:
-    """An operator that is left out: a batch without prefill chunks has no prefill attention."""
 
 
 def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator]) -> None:
@@ -427,21 +268,6 @@ def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator]) ->
     is_folded(schedule)
     if len(schedule.boundaries()) > MAX_RANGES:
         raise InvalidScheduleError(f"{schedule.name}: rows are cut into more than {MAX_RANGES} ranges")
-
-
-def unsupported(spec: ModelSpec) -> str:
-    """Why the model cannot run here; empty if it can."""
-    if spec.num_experts:
-        return "experts are not supported on a GPU yet: use the CPU"
-    if spec.mlp_bias:
-        return "biases of the FFN are not supported on a GPU yet: use the CPU"
-    if spec.num_heads // spec.num_kv_heads > 16:
-        return "more than 16 query heads per KV head are not supported on a GPU"
-    if spec.hidden_size % 8:  # TMA wants rows of whole 16 bytes
-        return f"hidden_size {spec.hidden_size} is not supported on a GPU: a multiple of 8 is"
-    if spec.vocab_size > MAX_VOCAB:
-        return f"a vocabulary of {spec.vocab_size} tokens is not supported on a GPU: {MAX_VOCAB} at most"
-    return ""
 
 
 def parameter_bytes(weights: Mapping[str, torch.Tensor]) -> int:

@@ -158,14 +158,16 @@ def test_a_device_that_cannot_be_divided_so_refuses(executor, schedule, log, mon
 def test_what_runs_on_the_twin_touches_nothing_of_the_model(executor, schedule, fold):
     model, twin = executor.model, twin_of(executor.model)
     schedule = fold_norms(schedule) if fold else schedule
-    seen = {name: value.clone() for name, value in vars(model).items() if isinstance(value, torch.Tensor)}
+    parts = (model, model.layers)
+    seen = [{name: value.clone() for name, value in vars(part).items() if torch.is_tensor(value)} for part in parts]
     weights = {name: value.clone() for name, value in model._weights.items()}
-    cache = [model._pages().k(layer).clone() for layer in range(model.spec.num_layers)]
+    cache = [model.layers.cache.k(layer).clone() for layer in range(model.spec.num_layers)]
     with torch.inference_mode():
         twin.use_schedules([schedule])
         twin.warm_up(GraphKey(ROWS, True, schedule.name))
-    assert twin._residual.abs().sum() > 0
-    assert all(torch.equal(getattr(model, name), value) for name, value in seen.items())
+    assert twin.layers.residual.abs().sum() > 0
+    for part, values in zip(parts, seen):
+        assert all(torch.equal(getattr(part, name), value) for name, value in values.items())
     assert all(torch.equal(model._weights[name], value) for name, value in weights.items())
-    assert all(torch.equal(model._pages().k(layer), before) for layer, before in enumerate(cache))
+    assert all(torch.equal(model.layers.cache.k(layer), before) for layer, before in enumerate(cache))
     assert twin._weights is model._weights

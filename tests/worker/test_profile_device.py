@@ -68,21 +68,21 @@ def test_a_dry_run_on_the_cpu_times_every_operator(loaded):
 
 def test_parts_of_an_iteration_leave_the_rest_alone(loaded):
     bench = Bench(loaded, SteadyMix(64, 30, 40, 20))
-    model = bench.model
-    before = {name: getattr(model, name).clone() for name in ("_qkv", "_attention", "_delta", "_gated")}
+    model, layers = bench.model, bench.model.layers
+    before = {name: getattr(layers, name).clone() for name in ("_qkv", "_attention", "delta", "_gated")}
     key = bench.key(Launch("o", 64))
     with torch.inference_mode():
-        model._delta.zero_()
+        layers.delta.zero_()
         model.run_parts(key, ("o",), 1)
-    assert not torch.equal(model._delta, before["_delta"])
+    assert not torch.equal(layers.delta, before["delta"])
     for name in ("_qkv", "_attention", "_gated"):
-        assert torch.equal(getattr(model, name), before[name])
+        assert torch.equal(getattr(layers, name), before[name])
     with torch.inference_mode():
-        model._tickets.fill_(7)
+        layers.tickets.fill_(7)
         model.run_parts(bench.key(Launch("up_gate", 64)), ("up_gate",))
-        assert bool((model._tickets == 7).all()), "a GEMM's loop would disturb attention that draws tickets beside it"
+        assert bool((layers.tickets == 7).all()), "a GEMM's loop would disturb attention that draws tickets beside it"
         model.run_parts(bench.key(Launch("decode_attention", 64)), ("decode_attention",))
-        assert not model._tickets.any()
+        assert not layers.tickets.any()
 
 
 def test_a_mix_that_does_not_fit_is_refused_at_once(loaded):
