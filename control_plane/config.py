@@ -355,10 +355,14 @@ class OwnStoreConfig:
     )
 
     def __post_init__(self) -> None:
-        if self.kv_store_cpu_bytes is None and self.kv_store_ssd_dir is not None:
-            raise ConfigError("kv-store-ssd-dir is of a store that the server starts: give kv-store-cpu-bytes too")
-        if self.kv_store_cpu_bytes is None and self.kv_store_metrics_port is not None:
-            raise ConfigError("kv-store-metrics-port is of a store that the server starts: give kv-store-cpu-bytes too")
+        for name in ("ssd_dir", "metrics_port"):
+            if self.kv_store_cpu_bytes is None and getattr(self, f"kv_store_{name}") is not None:
+                flag = f"kv-store-{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} is of a store that the server starts: give kv-store-cpu-bytes too")
+        for name in ("ssd_bytes", "ssd_after_hits"):
+            given = getattr(self, f"kv_store_{name}") != default_of(KVStoreOptions, name)
+            if self.kv_store_ssd_dir is None and given:
+                raise ConfigError(f"kv-store-{name.replace('_', '-')} is of an SSD tier: give kv-store-ssd-dir too")
 
 
 # What a configuration file may speak of.

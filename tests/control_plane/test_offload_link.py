@@ -16,6 +16,17 @@ torch.set_num_threads(1)
 SMALL = LinkOptions("cpu", tokens=64, page_size=16, num_layers=2, num_kv_heads=2, head_dim=16, repeats=2, in_a_row=3)
 
 
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+def test_loads_on_a_gpu_take_most_of_the_link():
+    """The issue's bounds: of the link for LLaMA-3-8B's pages of 64 tokens, against page by page for those of 16."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no CUDA GPU")
+    large, small = ({row["way"]: row for row in run(LinkOptions(page_size=size))["rows"]} for size in (64, 16))
+    assert large["loads in a row"]["share"] >= 0.8
+    assert small["loads in a row"]["gb_s"] >= 7 * small["page by page, in"]["gb_s"]
+
+
 def test_a_run_ends_in_one_json_line(capsys):
     result = run(SMALL)
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result

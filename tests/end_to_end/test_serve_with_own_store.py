@@ -99,6 +99,7 @@ def test_a_store_of_its_own_is_used_started_again_and_gone_at_the_end(model, tmp
         (["--kv-store", "unix:/tmp/kv.sock", "--kv-store-cpu-bytes", "1000000"], "both given"),
         (["--kv-store-ssd-dir", "/tmp"], "give kv-store-cpu-bytes too"),
         (["--kv-store-metrics-port", "9999"], "give kv-store-cpu-bytes too"),
+        (["--kv-store-cpu-bytes", "1000000", "--kv-store-ssd-bytes", "5000000"], "give kv-store-ssd-dir too"),
         (["--kv-store-cpu-bytes", "1000"], "at least 65536"),
     ],
 )
