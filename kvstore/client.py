@@ -197,7 +197,9 @@ class KVClient:
 
     def close(self) -> None:
         """Hang up. Leases that are out end by themselves."""
-        self._watched.wait(1.0)  # a channel that is closed before is an exception there
+        # gRPC's thread that watches the connection must neither begin nor go on with a channel that is closed.
+        self._watched.wait(1.0)
+        self._channel.unsubscribe(self._connection_changed)
         self._channel.close()
         with self._lock:
             self._attached = None
