@@ -13,10 +13,10 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from autosearch.specs import ModelSpec, UnsupportedModelError
+from control_plane.release import version_of
 from worker.host_memory import available_memory_bytes
 
 _OPTIONAL = ("triton", "flashinfer-python", "cuda-bindings")
@@ -104,10 +104,10 @@ def gather(
     return HostFacts(
         system=sys.platform,
         python=tuple(sys.version_info[:3]),
-        ray_version=_version("ray"),
+        ray_version=version_of("ray") or "",
         ray_auth_mode=environ.get("RAY_AUTH_MODE", ""),
-        torch_version=_version("torch"),
-        optional_libraries=tuple((name, _version(name)) for name in _OPTIONAL),
+        torch_version=version_of("torch") or "",
+        optional_libraries=tuple((name, version_of(name) or "") for name in _OPTIONAL),
         num_cpus=len(os.sched_getaffinity(0)),
         available_memory_bytes=available_memory_bytes(),
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
@@ -117,13 +117,6 @@ def gather(
         disks=tuple(disk_facts(what, folder) for what, folder in folders.items()),
         model=model_facts(model) if model is not None else None,
     )
-
-
-def _version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def gpu_facts() -> GpuFacts:

@@ -98,4 +98,5 @@ def numbers(text: str, kind: type[int] | type[float]) -> list[Any]:
 
 
 def say(text: str) -> None:
+    """To whoever watches; results go to stdout."""
     print(text, file=sys.stderr, flush=True)

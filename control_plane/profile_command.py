@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +23,7 @@ from control_plane.interrupts import ends_at_once
 from control_plane.options import ConfigError
 from control_plane.planning_options import ends_in_one_line, numbers
 from control_plane.progress import ProgressLine
+from control_plane.release import version_of
 
 if TYPE_CHECKING:
     from worker.profile_points import Scope
@@ -144,12 +144,7 @@ def model_name(spec: ModelSpec, folder: Path) -> str:
 
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for library in _LIBRARIES:
-        try:
-            found[library] = version(library)
-        except PackageNotFoundError:
-            continue
-    return found
+    return found | {library: number for library in _LIBRARIES if (number := version_of(library))}
 
 
 def _table(

@@ -1,4 +1,4 @@
-"""Which release this is. Knows nothing else."""
+"""Which release this is, and which ones of libraries are installed. Knows nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 def release() -> str:
     """The installed distribution's version; `source` where the code runs without having been installed."""
+    return version_of("nanoflow-runtime") or "source"
+
+
+def version_of(distribution: str) -> str | None:
+    """Of an installed distribution; None where there is none of that name."""
     try:
-        return version("nanoflow-runtime")
+        return version(distribution)
     except PackageNotFoundError:
-        return "source"
+        return None

@@ -7,27 +7,23 @@ ends in one JSON line. Knows nothing of how schedules are run.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autosearch.decode_beside import DecodeBeside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file, sequential
 from autosearch.schedule_store import INDEX
+from control_plane.bench.ablation_engine import bench_of, device_facts, is_cuda, load_for
 from control_plane.config import EngineConfig
-from control_plane.engine import device_of, single_rank_config
+from control_plane.engine import device_of
 from control_plane.options import ConfigError
-from control_plane.progress import ProgressLine
-from worker.cuda_loading import LoadedModel, load_model
-from worker.power_meter import NvmlCard
-from worker.schedule_bench import ScheduleBench
-from worker.steady_batch import SteadyBatchError, SteadyMix, fill_pages, steady_plan
+from control_plane.planning_options import say
+from worker.cuda_loading import LoadedModel
+from worker.steady_batch import SteadyMix, fill_pages
 from worker.tuner import Effort, Tuned, tune
 
 _EFFORT = Effort()
@@ -63,15 +59,14 @@ def run(
     model that it cannot load.
     """
     mixes, began = list(batches.mixes()), time.perf_counter()
-    loaded = _load(engine, batches.sizes)
-    card = NvmlCard() if loaded.model.view.block.is_cuda else None
-    gpu = torch.cuda.get_device_name() if card else "cpu"
+    loaded = load_for(engine, batches.sizes)
+    gpu = device_facts(is_cuda(loaded))["device"]
     fill_pages(loaded.cache)
     out.mkdir(parents=True, exist_ok=True)
     found = []
     for mix in mixes:
-        _say(f"batch of {mix.rows} rows, {mix.num_decodes} of them decodes with {mix.mean_context} tokens each")
-        tuned = _tune_one(loaded, mix, list(_read(proposed, mix.rows)), card, effort)
+        say(f"batch of {mix.rows} rows, {mix.num_decodes} of them decodes with {mix.mean_context} tokens each")
+        tuned = _tune_one(loaded, mix, list(_read(proposed, mix.rows)), effort)
         name = f"measured-{mix.rows}-{mix.num_decodes}-{mix.mean_context}"
         best = replace(tuned.best, name=name, model=engine.model.resolve().name, gpu=gpu)
         (out / f"{name}.json").write_text(best.to_json() + "\n", encoding="utf-8")
@@ -89,28 +84,11 @@ def run(
     return result
 
 
-def _load(engine: EngineConfig, sizes: tuple[int, ...]) -> LoadedModel:
-    config = replace(single_rank_config(engine), max_batch_tokens=max(sizes), schedules=(), nano_batches=1)
-    line = ProgressLine()
-    try:
-        return load_model(config, line.share, sorted(set(sizes)))
-    finally:
-        line.done()
-
-
-def _tune_one(
-    loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedule], card: NvmlCard | None, effort: Effort
-) -> Tuned:
-    spec, model = loaded.spec, loaded.model
-    operators = layer_operators(spec)
-    try:
-        plan = steady_plan(loaded.limits, mix, num_pages=loaded.capacity.num_pages, vocab_size=spec.vocab_size)
-    except SteadyBatchError as error:
-        raise ConfigError(str(error)) from None
-    bench = ScheduleBench(model, plan, card.joules if card else lambda: 0.0)
-    family = DecodeBeside(operators, mix.rows, mix.num_decodes, model.num_sms)
-    baseline = sequential(operators, mix.rows)
-    return tune(bench, baseline, family, proposed, mix.workload, spec.num_layers, effort, _say)
+def _tune_one(loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedule], effort: Effort) -> Tuned:
+    operators = layer_operators(loaded.spec)
+    family = DecodeBeside(operators, mix.rows, mix.num_decodes, loaded.model.num_sms)
+    baseline, num_layers = sequential(operators, mix.rows), loaded.spec.num_layers
+    return tune(bench_of(loaded, mix), baseline, family, proposed, mix.workload, num_layers, effort, say)
 
 
 def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:
@@ -147,14 +125,10 @@ def _report(mix: SteadyMix, tuned: Tuned) -> dict[str, Any]:
 
 def _show(tuned: Tuned) -> None:
     baseline = tuned.sequential.median_ms
-    _say(f"  {'finalist':<44}{'least':>9}{'median':>9}{'most':>9} ms {'gain':>7}{'joules':>9}")
+    say(f"  {'finalist':<44}{'least':>9}{'median':>9}{'most':>9} ms {'gain':>7}{'joules':>9}")
     for one in tuned.finalists:
         times = f"{min(one.ms):>9.2f}{one.median_ms:>9.2f}{max(one.ms):>9.2f}"
-        _say(f"  {one.schedule.name:<44}{times}    {baseline / one.median_ms:>7.3f}{one.joules:>9.2f}")
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        say(f"  {one.schedule.name:<44}{times}    {baseline / one.median_ms:>7.3f}{one.joules:>9.2f}")
 
 
 def check(engine: EngineConfig) -> None:

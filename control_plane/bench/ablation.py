@@ -22,7 +22,6 @@ from control_plane.bench.ablation_engine import (
     is_cuda,
     load_largest,
     room,
-    say,
     setting,
     tuned_schedules,
 )
@@ -35,6 +34,7 @@ from control_plane.bench.gpu_meter import GpuMeter, gemm_rate
 from control_plane.config import EngineConfig
 from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
+from control_plane.planning_options import say
 from control_plane.progress import ProgressLine
 from scheduler.ports import Executor
 from worker.backend import open_executor

@@ -6,7 +6,7 @@ Knows nothing of what they compare.
 from __future__ import annotations
 
 import platform
-import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,11 +26,16 @@ from worker.steady_batch import SteadyBatchError, SteadyMix, steady_plan
 
 
 def load_largest(engine: EngineConfig) -> LoadedModel:
-    """The model for full batches alone, without schedules: benches bring theirs."""
-    config = replace(single_rank_config(engine), schedules=(), nano_batches=1)
+    """The model for full batches alone."""
+    return load_for(engine, [single_rank_config(engine).max_batch_tokens])
+
+
+def load_for(engine: EngineConfig, sizes: Sequence[int]) -> LoadedModel:
+    """The model for batches of these sizes alone, without schedules: benches bring theirs."""
+    config = replace(single_rank_config(engine), max_batch_tokens=max(sizes), schedules=(), nano_batches=1)
     line = ProgressLine()
     try:
-        return load_model(config, line.share, [config.max_batch_tokens])
+        return load_model(config, line.share, sorted(set(sizes)))
     finally:
         line.done()
 
@@ -77,8 +82,3 @@ def setting(engine: EngineConfig) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-
-
-def say(line: str) -> None:
-    """To whoever watches; figures go to stdout."""
-    print(line, file=sys.stderr, flush=True)

@@ -20,7 +20,6 @@ from control_plane.bench.ablation_engine import (
     is_cuda,
     load_largest,
     room,
-    say,
     setting,
     tuned_schedules,
 )
@@ -33,6 +32,7 @@ from control_plane.bench.throughput import run_until_done
 from control_plane.config import EngineConfig
 from control_plane.engine import make_loop, single_rank_config
 from control_plane.options import ConfigError
+from control_plane.planning_options import say
 from control_plane.progress import ProgressLine
 from scheduler.ports import Executor
 from worker.backend import open_executor

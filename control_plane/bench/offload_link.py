@@ -44,10 +44,8 @@ class LinkBench:
         """Takes the memory, and saves once."""
         self._device, self._in_a_row = torch.device(options.device), options.in_a_row
         self._num_pages = options.tokens // options.page_size
-        self._shape = KVCacheShape(
-            options.num_layers, 2 * self._num_pages, options.num_kv_heads, options.page_size, options.head_dim
-        )
-        self._cache = KVCache(self._shape, torch.bfloat16, self._device)
+        shape = _shape(options, 2 * self._num_pages)
+        self._cache = KVCache(shape, torch.bfloat16, self._device)
         for layer in self._cache.layers:
             layer.view(torch.int16).random_(-30000, 30000)
         self._layers = [layer.view(torch.uint8).view(2, 2 * self._num_pages, -1) for layer in self._cache.layers]
@@ -58,7 +56,7 @@ class LinkBench:
         pinned = self._device.type == "cuda"
         self._host = torch.zeros(self._num_pages, page_bytes, dtype=torch.uint8, pin_memory=pinned)
         self._flat = torch.zeros(self.num_bytes, dtype=torch.uint8, device=self._device)
-        identity = PageIdentity(os.urandom(32), "bfloat16", self._shape, 0, 1)
+        identity = PageIdentity(os.urandom(32), "bfloat16", shape, 0, 1)
         client = KVClient(ClientConfig(store.address, call_timeout_s=2.0))
         staging = take_staging(page_bytes, self._device) if pinned else None
         self._mover = page_mover(client, identity, self._cache, staging)
@@ -126,7 +124,11 @@ class LinkBench:
 
 def page_bytes_of(options: LinkOptions) -> int:
     """Of one page over all layers, in bfloat16."""
-    return 2 * options.num_layers * options.num_kv_heads * options.page_size * options.head_dim * 2
+    return _shape(options, 1).elements_per_page * torch.bfloat16.itemsize
+
+
+def _shape(options: LinkOptions, num_pages: int) -> KVCacheShape:
+    return KVCacheShape(options.num_layers, num_pages, options.num_kv_heads, options.page_size, options.head_dim)
 
 
 def run(options: LinkOptions) -> dict[str, Any]:

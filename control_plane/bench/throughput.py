@@ -16,9 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +30,7 @@ from control_plane.config import EngineConfig
 from control_plane.engine import make_loop, open_engine
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
+from control_plane.release import version_of
 from scheduler.loop import EngineLoop
 from scheduler.plan import EngineCapacity, IterationPlan, StepResult
 from scheduler.ports import Executor, PendingStep
@@ -211,12 +210,6 @@ def _shares(figures: dict[str, Any], rate: float, spec: ModelSpec) -> dict[str, 
     }
 
 
-def _version(package: str) -> str | None:
-    with suppress(PackageNotFoundError):
-        return version(package)
-    return None
-
-
 def _setting(
     engine: EngineConfig, workload: Workload, mode: Mode, executor: Executor, spec: ModelSpec
 ) -> dict[str, Any]:
@@ -246,7 +239,7 @@ def _setting(
         return setting | {
             "device": torch.cuda.get_device_name(),
             "driver": NvmlCard().driver(),
-            "triton": _version("triton"),
+            "triton": version_of("triton"),
             "dtype": str(executor.dtype).removeprefix("torch."),
             "memory_bytes": executor.memory_bytes,
         }

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_model import save_config
 
 from autosearch.catalog import find_model
 from autosearch.decode_beside import decode_beside
@@ -39,22 +40,12 @@ from worker.tuner import Effort, Reading
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
 HALF = SteadyMix(2048, 1024, 768, 512)
 QUICK = Effort(0, 0, settle_s=0, measure_s=0, num_repeats=2)
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "vocab_size": 99,
-    "max_position_embeddings": 128,
-}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
 @pytest.fixture
 def engine(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    save_config(tmp_path, num_hidden_layers=3)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield EngineConfig(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_model import save_config
 
 from autosearch.catalog import find_model
 from autosearch.decode_beside import decode_beside
@@ -34,16 +35,6 @@ from worker.tuner import Effort
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
 QUICK = Effort(0, 0, settle_s=0, measure_s=0, num_repeats=2)
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 99,
-    "max_position_embeddings": 128,
-}
 
 
 def measured_at(schedule, name, share, gain, context=384.0):
@@ -303,7 +294,7 @@ def test_a_request_that_fails_ends_the_trace():
 
 @pytest.fixture
 def engine(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    save_config(tmp_path)
     folder = tmp_path / "schedules"
     folder.mkdir()
     operators = layer_operators(ModelSpec.from_folder(tmp_path))

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny_model import save_config
 
 from autosearch.decode_beside import decode_beside
 from autosearch.operators import layer_operators
@@ -18,23 +19,13 @@ from worker.steady_batch import SteadyMix, fill_pages, steady_plan
 from worker.tuner import Effort
 
 QUICK = Effort(0, 0, num_finalists=2, settle_s=0, measure_s=0, num_repeats=2)
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 99,
-    "max_position_embeddings": 256,
-}
 
 
 @pytest.fixture
 def engine(tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(SHAPE))
+    save_config(folder, max_position_embeddings=256)
     return EngineConfig(folder, device="cpu", load_format="dummy", max_num_seqs=200)
 
 

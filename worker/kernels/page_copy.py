@@ -3,7 +3,7 @@
 A record is a page's bytes as the KV store keeps them: [layers, K and V, heads, page size, head dim]. What a record has
 of one layer and side lies together in the cache as well, so that both kernels copy runs of bytes, many of them, with
 a few blocks that leave the GPU to others. Compiled by NVRTC (CuPy) for the widest word that runs are made of. Beside
-them the same in torch, which is the CPU's copy and the reference. Knows nothing of stores or streams.
+them the same in torch, the reference. Knows nothing of stores or streams.
 """
 
 from __future__ import annotations
