@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
 from kvstore.keys import StoreError
 
@@ -15,11 +16,16 @@ def check_address(address: str) -> None:
     """Raise StoreError for what is neither unix:/path nor HOST:PORT."""
     scheme, _, path = address.partition(":")
     if scheme == "unix" and path.startswith("/"):
-        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-            raise StoreError(f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+        check_socket_path(path)
         return
     found = _HOST_PORT.fullmatch(address)
     if found is None:
         raise StoreError(f"{address} is no address of a store: give unix:/path/of/its/socket, or HOST:PORT")
     if not 0 < int(found["port"]) < 1 << 16:
         raise StoreError(f"{address}: ports are 1 to 65535")
+
+
+def check_socket_path(path: str | Path) -> None:
+    """Raise StoreError for one that is too long for a socket."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise StoreError(f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")

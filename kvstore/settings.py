@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstore.address import MAX_SOCKET_PATH_BYTES
+from kvstore.address import check_socket_path
 from kvstore.keys import StoreError
 from kvstore.record import SLOT_ALIGNMENT
 
@@ -78,8 +77,8 @@ class ListenConfig:
                 f"store-host {self.host} can be reached over the network, where the token would go in clear: "
                 "use certificates (mTLS), or listen on 127.0.0.1 (engines are on this machine anyway)"
             )
-        if self.socket is not None and len(os.fsencode(self.socket)) > MAX_SOCKET_PATH_BYTES:
-            raise StoreError(f"{self.socket} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+        if self.socket is not None:
+            check_socket_path(self.socket)
 
 
 def _is_this_machine(host: str) -> bool:
