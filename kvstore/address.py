@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.keys import StoreError
 
-MAX_SOCKET_PATH_BYTES = 107  # of Linux
+_MAX_SOCKET_PATH_BYTES = 107  # of Linux
 _HOST_PORT = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 
 
@@ -27,5 +27,5 @@ def check_address(address: str) -> None:
 
 def check_socket_path(path: str | Path) -> None:
     """Raise StoreError for one that is too long for a socket."""
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise StoreError(f"{path} is longer than the {MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
+    if len(os.fsencode(path)) > _MAX_SOCKET_PATH_BYTES:
+        raise StoreError(f"{path} is longer than the {_MAX_SOCKET_PATH_BYTES} bytes of a socket's path")
