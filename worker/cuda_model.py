@@ -7,8 +7,9 @@ runs on the reference kernels, without graphs. Knows nothing of plans or request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,7 +124,7 @@ class CudaModel:
         would. Captures follow each other; all are of one stream, so that graphs of a pool share their memory.
         """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._capture_stream):
+        with _no_collection(), torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._iteration(key)
@@ -273,3 +274,15 @@ def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator]) ->
 def parameter_bytes(weights: Mapping[str, torch.Tensor]) -> int:
     """Device memory of the weights."""
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Garbage stays for a while: freeing another model's graphs would end the capture that this thread is in."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

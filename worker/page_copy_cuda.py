@@ -28,7 +28,7 @@ from worker.kernels.page_copy import MAX_PAGES
 from worker.kv_cache import KVCache
 
 _SLOT_BYTES = 32 << 20  # a transfer that takes a link's full rate, and of which a few fit anywhere
-_NUM_SLOTS = 3  # one is filled while another is verified and a third is emptied
+_NUM_SLOTS = 5  # one is filled, one verified, one emptied, and two wait while Python is late
 
 
 def take_staging(page_bytes: int, device: torch.device) -> torch.Tensor:

@@ -224,6 +224,8 @@ def test_no_iteration_waits_for_an_exchange(device, tmp_path):
     num_overlapped, num_late = sum(step.overlapped for step in full), sum(step.late for step in full)
     print(f"{found.num_exchanges} exchanges, {len(full)} full iterations, {num_overlapped} overlapped, {num_late} late")
     print(f"median {median * 1e3:.2f} ms, longest {longest * 1e3:.2f}, mean {statistics.fmean(seconds) * 1e3:.2f}")
+    worst = sorted(range(len(seconds)), key=seconds.__getitem__)[-5:]
+    print("the slowest: " + ", ".join(f"number {at + 2} with {seconds[at] * 1e3:.1f} ms" for at in reversed(worst)))
     print(f"{found.bytes_taken >> 20} MiB taken beside the start's")
     assert found.num_exchanges > 1
     assert num_overlapped > 20

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from worker.kernels.launch import Argument, launch_chained
+from worker.kernels.launch import Argument, launch
 
 _LOG2E = 1.4426950408889634
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -131,4 +131,4 @@ def decode_attention(
     arguments += [(tensor.stride(0), ctypes.c_longlong) for tensor in (q, page_table, out)]
     arguments.append((_LOG2E / math.sqrt(head_dim), ctypes.c_float))
     stream = torch.cuda.current_stream(q.device).cuda_stream
-    launch_chained(kernel.kernel.ptr, sms * variant.blocks, variant.warps * 32, arguments, stream)
+    launch(kernel.kernel.ptr, sms * variant.blocks, variant.warps * 32, arguments, stream, chained=True)

@@ -1,6 +1,7 @@
-"""Launches a compiled kernel that is chained to the one before it (worker.kernels.chain), by the driver's own call.
+"""Launches a compiled kernel by the driver's own call, chained to the one before it (worker.kernels.chain) or not.
 
-CuPy compiles and keeps kernels, and has no launch with this attribute. Knows nothing of what a kernel computes.
+CuPy compiles and keeps kernels, but has no chained launch, and wants a stream of its own for each launch on torch's.
+Knows nothing of what a kernel computes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,25 @@ class LaunchError(RuntimeError):
     """The driver did not take a launch."""
 
 
-def launch_chained(function: int, blocks: int, threads: int, arguments: Sequence[Argument], stream: int) -> None:
+def launch(
+    function: int, blocks: int, threads: int, arguments: Sequence[Argument], stream: int, chained: bool = False
+) -> None:
     """Queue a one-dimensional grid on a stream. function, stream: CUfunction and CUstream.
 
-    The kernel must wait for the one before it itself (griddepcontrol.wait) before it touches what others write.
+    A chained kernel may begin before the one before it has ended: it must wait for that itself (griddepcontrol.wait)
+    before it touches what others write.
     """
     from cuda.bindings import driver
 
-    attribute = driver.CUlaunchAttribute()
-    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-    attribute.value.programmaticStreamSerializationAllowed = 1
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes, config.hStream = 0, driver.CUstream(stream)
-    config.attrs, config.numAttrs = [attribute], 1
+    if chained:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
     values, types = zip(*arguments)
     (code,) = driver.cuLaunchKernelEx(config, driver.CUfunction(function), (values, types), 0)
     if int(code):

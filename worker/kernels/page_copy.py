@@ -9,10 +9,12 @@ them the same in torch, the reference. Knows nothing of stores or streams.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_longlong, c_void_p
 from typing import Any
 
 import torch
 
+from worker.kernels.launch import Argument, launch
 from worker.kernels.record_checksum import RecordChecksum
 
 MAX_PAGES = 512  # that one launch moves at most: their numbers are kept in shared memory
@@ -78,7 +80,6 @@ class PageCopyKernels:
 
         first = layers[0]
         assert all(layer.is_contiguous() and layer.shape == first.shape for layer in layers), "layers differ"
-        self._cupy, self._device = cupy, first.device.index or 0
         run_bytes = first[0, 0].numel() * first.element_size()
         word_bytes = next(size for size in _WORDS if run_bytes % size == 0)
         self._sizes = (first[0].numel() * first.element_size(), run_bytes // word_bytes, len(layers))
@@ -86,10 +87,9 @@ class PageCopyKernels:
         numbers = {"THREADS": _THREADS, "UNROLL": _UNROLL, "MAX_PAGES": MAX_PAGES, "WORD": _WORDS[word_bytes]}
         options = ("-std=c++17", *(f"-D{name}={value}" for name, value in numbers.items()))
         self.checksum = RecordChecksum(first.device)
-        self._gather, self._scatter = (cupy.RawKernel(_SOURCE, name, options) for name in ("gather", "scatter"))
-        with cupy.cuda.Device(self._device):
-            self._gather.compile()
-            self._scatter.compile()
+        with cupy.cuda.Device(first.device.index or 0):
+            kernels = (cupy.RawKernel(_SOURCE, name, options).kernel for name in ("gather", "scatter"))
+            self._gather, self._scatter = kernels
 
     def gather(
         self, pages: torch.Tensor, records: torch.Tensor, stream: torch.cuda.Stream, num_blocks: int = NUM_BLOCKS
@@ -118,8 +118,10 @@ class PageCopyKernels:
         side_bytes, run_words, num_layers = self._sizes
         addresses = self._layers.data_ptr(), pages.data_ptr(), records.data_ptr()
         numbers = records.stride(0), side_bytes, run_words, num_layers, num_pages
-        with self._cupy.cuda.ExternalStream(stream.cuda_stream, self._device):
-            kernel((num_blocks,), (_THREADS,), (*addresses, *numbers))
+        arguments: list[Argument] = [(address, c_void_p) for address in addresses] + [
+            (number, c_longlong) for number in numbers
+        ]
+        launch(kernel.ptr, num_blocks, _THREADS, arguments, stream.cuda_stream)
 
 
 def gather(layers: Sequence[torch.Tensor], pages: Sequence[int], records: torch.Tensor) -> None:

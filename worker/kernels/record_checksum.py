@@ -10,9 +10,12 @@ by NVRTC (CuPy). Knows nothing of records but where they lie.
 from __future__ import annotations
 
 import struct
+from ctypes import c_longlong, c_void_p
 from typing import Any
 
 import torch
+
+from worker.kernels.launch import Argument, launch
 
 MIN_BYTES = 256  # shorter inputs have another algorithm
 ALIGNMENT = 64  # bytes of a stripe; so that the last one starts where the one before it ends
@@ -127,10 +130,9 @@ class RecordChecksum:
         """Raises ImportError without CuPy."""
         import cupy
 
-        self._cupy, self._device = cupy, device.index or 0
-        self._kernel: Any = cupy.RawKernel(source(), "checksum", ("-std=c++17",))
-        with cupy.cuda.Device(self._device):
-            self._kernel.compile()
+        kernel = cupy.RawKernel(source(), "checksum", ("-std=c++17",))
+        with cupy.cuda.Device(device.index or 0):
+            self._function: Any = kernel.kernel
 
     def __call__(
         self, records: torch.Tensor, num_bytes: int, checksums: torch.Tensor, stream: torch.cuda.Stream
@@ -147,6 +149,6 @@ class RecordChecksum:
         assert len(checksums) >= len(records), "room for all"
         if not len(records):
             return
-        arguments = records.data_ptr(), records.stride(0), num_bytes, checksums.data_ptr()
-        with self._cupy.cuda.ExternalStream(stream.cuda_stream, self._device):
-            self._kernel((len(records),), (32 * (_SUM_WARPS + 1),), arguments)
+        arguments: list[Argument] = [(records.data_ptr(), c_void_p), (records.stride(0), c_longlong)]
+        arguments += [(num_bytes, c_longlong), (checksums.data_ptr(), c_void_p)]
+        launch(self._function.ptr, len(records), 32 * (_SUM_WARPS + 1), arguments, stream.cuda_stream)
