@@ -151,6 +151,11 @@ class _Loader:
             max_model_len=min(self._max_len, num_pages * config.page_size),
             buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(self._buckets)),
         )
+        runner = CudaSchedules(self._model, self._twin, pool)
+        sets = ScheduleSets(self._rules, runner, self._schedules)
+        if self._twin:
+            self._progress("rehearsing an exchange of schedules", 0.0)
+            sets.rehearse(runner.rehearse)
         self._progress("ready", 1.0)
         return LoadedModel(
             spec,
@@ -161,7 +166,7 @@ class _Loader:
             cache,
             self._staging,
             self._memory,
-            ScheduleSets(self._rules, CudaSchedules(self._model, self._twin, pool), self._schedules),
+            sets,
         )
 
     def _make_models(self, weights: dict[str, torch.Tensor]) -> None:

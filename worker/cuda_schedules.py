@@ -8,14 +8,20 @@ capture. Knows nothing of which schedule an iteration runs by.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from autosearch.decode_beside import KERNELS, SM_STEP, decode_beside
+from autosearch.operators import layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule
 from worker.cuda_model import CudaModel, GraphKey
+from worker.folded_norms import fold_norms
 from worker.streams import PartitionError
+
+log = logging.getLogger(__name__)
 
 
 class CudaSchedules:
@@ -39,6 +45,24 @@ class CudaSchedules:
                     self._model.capture(key, self._pool)
         except PartitionError as error:
             raise InvalidScheduleError(str(error)) from None
+
+    def rehearse(self) -> None:
+        """Run typical schedules on the twin, before serving and in the thread that will prepare others.
+
+        What that compiles, loads and reserves would stop iterations for some 50 ms if it came first beside them.
+        """
+        assert self._twin is not None, "there is nothing to rehearse on"
+        rows = self._twin.limits.rows
+        if rows < 2:
+            return
+        share = round(self._twin.num_sms / 2 / SM_STEP) * SM_STEP / self._twin.num_sms
+        beside = decode_beside(layer_operators(self._twin.spec), rows, rows // 2, share, kernel=KERNELS[0])
+        try:
+            with torch.inference_mode():
+                for schedule in (beside, fold_norms(beside)):
+                    self._try(self._twin, schedule, GraphKey(rows, True, schedule.name))
+        except (PartitionError, InvalidScheduleError) as error:
+            log.warning("no schedule that shares the SMs can be exchanged here: %s", error)
 
     def release(self, name: str) -> None:
         self._model.forget(name)

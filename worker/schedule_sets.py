@@ -123,6 +123,10 @@ class ScheduleSets:
         """What the next iteration chooses from; None: it is sequential."""
         return self._serving.choice
 
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Before serving: do in the thread that prepares what takes long there at the first time."""
+        self._run(work)
+
     def prepare(self, number: int, schedules: Sequence[PipelineSchedule]) -> None:
         """Make a set ready under this number. Raises SchedulesRefusedError."""
         self._run(lambda: self._prepare(number, schedules))

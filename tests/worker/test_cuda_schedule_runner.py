@@ -118,6 +118,27 @@ def test_a_schedule_is_tried_on_the_twin_and_then_captured(executor, schedule, l
     assert (model._schedules, model._cuts, model._graphs) == ({}, {}, {})
 
 
+def test_a_rehearsal_runs_on_the_twin_alone_and_leaves_nothing(executor, log, monkeypatch):
+    model, twin = executor.model, twin_of(executor.model)
+    names = []
+    monkeypatch.setattr(twin, "_iteration", lambda key, *parts: names.append(key.schedule))
+    monkeypatch.setattr(model, "_iteration", lambda *args: pytest.fail("the model that serves was touched"))
+    CudaSchedules(model, twin, None).rehearse()
+    assert [name.endswith("folded") for name in names] == [False, True]
+    assert (model._schedules, twin._schedules, model._graphs, twin._graphs) == ({}, {}, {}, {})
+    assert not any("begin" in call for call in log.calls)
+
+
+def test_a_device_that_cannot_be_divided_starts_all_the_same(executor, monkeypatch, log, caplog):
+    def refuse(schedules):
+        raise PartitionError("cuda-bindings are missing")
+
+    twin = twin_of(executor.model)
+    monkeypatch.setattr(twin, "use_schedules", refuse)
+    CudaSchedules(executor.model, twin, None).rehearse()
+    assert "cuda-bindings are missing" in caplog.text
+
+
 def test_what_waits_for_the_iterations_is_an_event_behind_them(log):
     """Also where there is no twin: the next set may be a part of the first one."""
     on_a_gpu = SimpleNamespace(view=SimpleNamespace(block=SimpleNamespace(device=torch.device("cuda"))))

@@ -30,6 +30,10 @@ class Variant:
     blocks: int = 3  # per SM
 
 
+# Per cent of an SM's memory that is shared. The kernel uses none, but must ask: it would run with what the kernel before
+# it left, and what a GEMM leaves is too small an L1 for it (docs/results.md: 22 % slower).
+_CARVEOUT = 50
+
 VARIANTS = {"cuda": Variant(), "cuda-wide": Variant(4, 2, 2), "cuda-small": Variant(2, 2, 4)}
 
 DEVICE_FUNCTIONS = r"""
@@ -103,7 +107,9 @@ def _kernel(dtype: torch.dtype, head_dim: int, kv_heads: int, group: int, page_s
     sizes |= {"WARPS": variant.warps, "GROUPS": variant.groups, "BLOCKS": variant.blocks}
     defines = [f"-D{name}={value}" for name, value in sizes.items()]
     options = ("-std=c++17", "-default-device", "--use_fast_math", f'-DTYPE="{_NAMES[dtype]}"', *defines)
-    return cupy.RawKernel(DEVICE_FUNCTIONS + source(), "decode", options=options)
+    kernel = cupy.RawKernel(DEVICE_FUNCTIONS + source(), "decode", options=options)
+    kernel.preferred_shared_memory_carveout = _CARVEOUT
+    return kernel
 
 
 def decode_attention(

@@ -31,15 +31,17 @@ class Tile:
     warps: int = 8
 
 
+_MOST_GROUPED = 16  # tile rows
+
 LOW_TILE = Tile(rows=64, stages=4, warps=4)  # for at most 64 rows
 
 
 @triton.jit
-def _tile_of(tile, num_m, num_n, GROUP: tl.constexpr):
-    """Row and column of a tile; groups of GROUP tile rows share the weight's columns in L2."""
-    width = GROUP * num_n
-    first = (tile // width) * GROUP
-    rows = min(num_m - first, GROUP)
+def _tile_of(tile, num_m, num_n, group):
+    """Row and column of a tile; groups of so many tile rows share the weight's columns in L2."""
+    width = group * num_n
+    first = (tile // width) * group
+    rows = min(num_m - first, group)
     return first + tile % rows, (tile % width) // rows
 
 
@@ -61,7 +63,7 @@ def _add(c, scaled, gain, product, row, column, columns, N, DTYPE: tl.constexpr)
     return tl.sum(value * value, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group"])
 def _gemm_kernel(
     a,  # descriptor [M, K], blocks [BM, BK]
     b,  # descriptor [N, K], blocks [BN, BK]
@@ -76,10 +78,10 @@ def _gemm_kernel(
     N,
     K,
     eps,
+    group,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
     PARTS: tl.constexpr,  # of the squares that are read
     SILU_MUL: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -90,7 +92,7 @@ def _gemm_kernel(
         M = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        m, n = _tile_of(tile, num_m, num_n, GROUP)
+        m, n = _tile_of(tile, num_m, num_n, group)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(num_k):
             acc = tl.dot(a.load([m * BM, k * BK]), b.load([n * BN, k * BK]).T, acc)
@@ -116,7 +118,7 @@ def _gemm_kernel(
             c.store([m * BM, n * BN + BN // 2], right.to(DTYPE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["group"])
 def _gemm_argmax_kernel(
     a,  # descriptor [M, K]
     b,  # descriptor [N, K]
@@ -126,17 +128,17 @@ def _gemm_argmax_kernel(
     M,
     N,
     K,
+    group,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     after_previous(PDL)
     live = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(live, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
-        m, n = _tile_of(tile, num_m, num_n, GROUP)
+        m, n = _tile_of(tile, num_m, num_n, group)
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(num_k):
             acc = tl.dot(a.load([m * BM, k * BK]), b.load([n * BN, k * BK]).T, acc)
@@ -152,6 +154,12 @@ def _gemm_argmax_kernel(
 
 def _grid(rows: int, columns: int, tile: Tile, sms: int) -> int:
     return int(min(sms, triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)))
+
+
+def _group(rows: int, tile: Tile) -> int:
+    """Tile rows of a group, all about the same: each group reads the whole weight once."""
+    num_rows = triton.cdiv(rows, tile.rows)
+    return int(triton.cdiv(num_rows, triton.cdiv(num_rows, _MOST_GROUPED)))
 
 
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -242,10 +250,10 @@ def _launch(
         n,
         k,
         eps,
+        _group(m, tile),
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
-        GROUP=8,
         PARTS=parts,
         SILU_MUL=silu_mul,
         DTYPE=_DTYPES[out.dtype],
@@ -280,10 +288,10 @@ def linear_argmax(
         m,
         n,
         k,
+        _group(m, tile),
         BM=tile.rows,
         BN=tile.columns,
         BK=tile.depth,
-        GROUP=16,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **CHAINED,
