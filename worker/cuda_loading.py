@@ -25,7 +25,7 @@ from worker.cuda_model import CudaModel, GraphKey, check_schedule, parameter_byt
 from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
-from worker.executor import CapacityError
+from worker.executor import CapacityError, fitted_model_len
 from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
@@ -140,6 +140,7 @@ class _Loader:
         if self._cuda:
             self._warm_up(_graph_keys(self._buckets, self._served), self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
+        max_model_len = fitted_model_len(config.max_model_len, spec.max_position, num_pages * config.page_size)
         cache = KVCache(self._shape(num_pages), self._dtype, device)
         self._fit_buckets(num_pages)
         self._model.use_cache(cache)  # after the last warm-up, which has one of its own
@@ -148,7 +149,7 @@ class _Loader:
             num_pages=num_pages,
             page_size=config.page_size,
             max_slots=config.max_slots,
-            max_model_len=min(self._max_len, num_pages * config.page_size),
+            max_model_len=max_model_len,
             buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(self._buckets)),
         )
         runner = CudaSchedules(self._model, self._twin, pool)

@@ -101,6 +101,15 @@ def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model
     executor.close()
 
 
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"max_model_len": 100, "num_pages": 4}, "KV cache of 64 tokens"), ({"num_pages": 0}, "holds 0 token")],
+)
+def test_more_tokens_for_a_request_than_there_are_pages_for_are_refused_as_on_a_cpu(random_model, limits, message):
+    with pytest.raises(CapacityError, match=message):
+        CudaExecutor(WorkerConfig(random_model("llama"), dtype="float32", page_size=16, **limits))
+
+
 def test_a_fault_of_the_device_does_not_keep_an_executor_from_closing(random_model, monkeypatch):
     def fault():
         raise RuntimeError("an illegal memory access was encountered")
