@@ -67,7 +67,7 @@ def gemm_rate(spec: ModelSpec, dtype: torch.dtype, rows: int = 2048, seconds: fl
     """Sustained FLOP/s of a layer's four GEMMs by cuBLAS, over the second half of `seconds`."""
     shapes = gemm_shapes(spec)
     x = [torch.randn(rows, k, device="cuda", dtype=dtype) for _, k in shapes]
-    w = [[((torch.rand(n, k, device="cuda") * 2 - 1) * 1e-3).to(dtype) for n, k in shapes] for _ in range(2)]
+    w = [[torch.empty(n, k, device="cuda", dtype=dtype).uniform_(-1e-3, 1e-3) for n, k in shapes] for _ in range(2)]
     y = [torch.empty(rows, n, device="cuda", dtype=dtype) for n, _ in shapes]
     flops = 2.0 * rows * sum(n * k for n, k in shapes)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -101,6 +101,11 @@ def run(engine: EngineConfig, workload: Workload, mode: Mode = Mode()) -> dict[s
         setting = _setting(engine, workload, mode, executor, spec)
         print(f"ready after {start_s:.1f} s: {setting}", file=sys.stderr, flush=True)
         figures = _measure(engine, workload, mode, executor, gpu, spec)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no room for the benchmark beside the engine: lower gpu-memory-utilization from "
+            f"{engine.gpu_memory_utilization}: {str(error).partition('. ')[0]}"
+        ) from None
     finally:
         executor.close()
     result = {**setting, "start_s": round(start_s, 3), **figures}

@@ -84,6 +84,15 @@ def test_a_synchronous_run_gives_the_same_tokens_and_no_late_plan_goes_unseen(en
     assert result["late_plans"] == result["num_steps"] - 1
 
 
+def test_too_little_memory_beside_the_engine_is_one_clear_line(engine, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr("control_plane.bench.throughput.play", full)
+    with pytest.raises(ConfigError, match=r"lower gpu-memory-utilization from 0\.97: CUDA out of memory$"):
+        run(engine, Workload(num_prompts=1, input_len=4, output_len=4))
+
+
 def test_a_breakdown_is_for_gpus(engine):
     with pytest.raises(ConfigError, match="breakdown"):
         run(engine, Workload(num_prompts=1, input_len=4, output_len=4), Mode(breakdown=True))
