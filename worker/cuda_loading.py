@@ -44,6 +44,7 @@ _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
 _OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
 _KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
+_MAX_TABLE_CELLS = 2**31 - 1  # a place in the page table is an int32 on its way to the GPU
 _NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
 
@@ -295,6 +296,12 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
     if config.page_size > _KEY_TILE and config.page_size % _KEY_TILE:
         raise CapacityError(
             f"--block-size {config.page_size} is not supported on a GPU: at most {_KEY_TILE}, or a multiple of it"
+        )
+    cells = config.max_slots * -(-(config.max_model_len or spec.max_position) // config.page_size)
+    if cells > _MAX_TABLE_CELLS:
+        raise CapacityError(
+            f"--max-num-seqs {config.max_slots} makes a page table of {cells} entries, {_MAX_TABLE_CELLS} at most are "
+            "possible on a GPU: lower it or --max-model-len, or raise --block-size"
         )
 
 

@@ -42,6 +42,7 @@ def test_each_batch_finds_its_graph_and_there_are_few():
         ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
         ({"max_model_len": 9999}, "max_model_len"),
         ({"page_size": 96}, "block-size 96"),
+        ({"page_size": 1, "max_slots": 2**24}, "page table of 2147483648 entries"),
         ({"hidden_size": 36}, "hidden_size 36"),
         ({"vocab_size": 600_000}, "vocabulary"),
     ],
