@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,10 @@ import torch
 from control_plane.bench.throughput import Mode, Synchronous, run
 from control_plane.bench.workload import Workload
 from control_plane.config import EngineConfig
+from control_plane.main import user_errors
 from control_plane.options import ConfigError
 from scheduler.plan import KVMoveResult, StepResult
+from worker.power_meter import MeterError
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,6 +94,15 @@ def test_too_little_memory_beside_the_engine_is_one_clear_line(engine, monkeypat
     monkeypatch.setattr("control_plane.bench.throughput.play", full)
     with pytest.raises(ConfigError, match=r"lower gpu-memory-utilization from 0\.97: CUDA out of memory$"):
         run(engine, Workload(num_prompts=1, input_len=4, output_len=4))
+
+
+def test_what_reads_the_gpus_power_is_missed_before_anything_is_loaded(engine, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr("control_plane.bench.throughput.open_engine", lambda *args: pytest.fail("it is loaded"))
+    with pytest.raises(MeterError, match="pip install nvidia-ml-py"):
+        run(engine, Workload(num_prompts=1, input_len=4, output_len=4))
+    assert MeterError in user_errors()
 
 
 def test_a_breakdown_is_for_gpus(engine):
