@@ -29,7 +29,8 @@ class GpuMeter:
         return self._card.joules()
 
     def start(self) -> None:
-        """Begin to read."""
+        """Begin to read. Raises NVML's error where the card does not tell, before anything has run for nothing."""
+        self._readings.append(self._reading())
         self._joules = self.joules()
         self._thread.start()
 
@@ -47,10 +48,11 @@ class GpuMeter:
         }
 
     def _read(self) -> None:
-        while True:
-            self._readings.append((self._card.watts(), int(self._card.sm_mhz())))
-            if self._stopping.wait(PERIOD_S):
-                return
+        while not self._stopping.wait(PERIOD_S):
+            self._readings.append(self._reading())
+
+    def _reading(self) -> tuple[float, int]:
+        return self._card.watts(), int(self._card.sm_mhz())
 
 
 def gemm_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
