@@ -252,6 +252,7 @@ def user_errors() -> tuple[type[Exception], ...]:
         "worker.sharding": ("ShardingError",),
         "worker.steady_batch": ("SteadyBatchError",),
         "worker.profile_cuda": ("ProfilingError",),
+        "worker.power_meter": ("MeterError",),
         "worker.streams": ("PartitionError",),
         "worker.gguf_conversion": ("ConversionError",),
         "control_plane.errors": ("ApiError", "ListenError", "StartError"),

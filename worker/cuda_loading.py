@@ -25,7 +25,7 @@ from worker.cuda_model import CudaModel, GraphKey, check_schedule, parameter_byt
 from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
-from worker.executor import CapacityError
+from worker.executor import CapacityError, fitted_model_len
 from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
@@ -44,6 +44,7 @@ _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
 _OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
 _KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
+_MAX_TABLE_CELLS = 2**31 - 1  # a place in the page table is an int32 on its way to the GPU
 _NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
 
@@ -140,6 +141,7 @@ class _Loader:
         if self._cuda:
             self._warm_up(_graph_keys(self._buckets, self._served), self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
+        max_model_len = fitted_model_len(config.max_model_len, spec.max_position, num_pages * config.page_size)
         cache = KVCache(self._shape(num_pages), self._dtype, device)
         self._fit_buckets(num_pages)
         self._model.use_cache(cache)  # after the last warm-up, which has one of its own
@@ -148,7 +150,7 @@ class _Loader:
             num_pages=num_pages,
             page_size=config.page_size,
             max_slots=config.max_slots,
-            max_model_len=min(self._max_len, num_pages * config.page_size),
+            max_model_len=max_model_len,
             buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(self._buckets)),
         )
         runner = CudaSchedules(self._model, self._twin, pool)
@@ -294,6 +296,12 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
     if config.page_size > _KEY_TILE and config.page_size % _KEY_TILE:
         raise CapacityError(
             f"--block-size {config.page_size} is not supported on a GPU: at most {_KEY_TILE}, or a multiple of it"
+        )
+    cells = config.max_slots * -(-(config.max_model_len or spec.max_position) // config.page_size)
+    if cells > _MAX_TABLE_CELLS:
+        raise CapacityError(
+            f"--max-num-seqs {config.max_slots} makes a page table of {cells} entries, {_MAX_TABLE_CELLS} at most are "
+            "possible on a GPU: lower it or --max-model-len, or raise --block-size"
         )
 
 

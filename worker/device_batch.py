@@ -24,6 +24,8 @@ Int32 = NDArray[np.int32]
 RANDOM_ROWS = 256
 # Attention runs on at most so many ranges of rows.
 MAX_RANGES = 15
+# Page table changes that travel in the block; more of them take a path of their own.
+MAX_CHANGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +60,9 @@ class BatchLimits:
             "noise": 2 * random,
             "decode_units": (decodes + self.decode_target) * DECODE_FIELDS,
             "prefill_units": (self.rows // self.prefill_tokens + decodes + 1 + MAX_RANGES) * PREFILL_FIELDS,
-            "table_cells": self.max_changes,
-            "table_pages": self.max_changes,
+            "table_cells": MAX_CHANGES,
+            "table_pages": MAX_CHANGES,
         }
-
-    @property
-    def max_changes(self) -> int:
-        """Page table changes that travel in the block; more of them take a path of their own."""
-        return 4096
 
     @property
     def max_partials(self) -> int:
@@ -140,7 +137,7 @@ class HostSlots:
             self.top_k[start.slot], self.top_p[start.slot] = start.top_k, start.top_p
         self.page_table[plan.page_slots, plan.page_indexes] = plan.page_ids
         cells = (plan.page_slots.astype(np.int64) * limits.pages_per_slot + plan.page_indexes).astype(np.int32)
-        fits = min(len(cells), limits.max_changes)
+        fits = min(len(cells), MAX_CHANGES)
         _fill(view["table_cells"], cells[:fits], limits.slots * limits.pages_per_slot)
         _fill(view["table_pages"], plan.page_ids[:fits], 0)
         row_of = row_of_tokens(plan, cuts.dealt)

@@ -239,6 +239,23 @@ class LocalStep:
             raise ExecutorError(f"the step failed: {error}") from error
 
 
+def fitted_model_len(wanted: int | None, max_position: int, kv_tokens: int) -> int:
+    """Tokens of one request at most, fitted to model and pages. Raises CapacityError where more were asked for."""
+    if wanted is not None and wanted > max_position:
+        raise CapacityError(f"max_model_len {wanted} is more than the model's context of {max_position}")
+    if wanted is not None and wanted > kv_tokens:
+        raise CapacityError(
+            f"max_model_len {wanted} does not fit into the KV cache of {kv_tokens} tokens: "
+            "lower it, or give more memory"
+        )
+    if kv_tokens < 2:
+        raise CapacityError(
+            f"the KV cache holds {kv_tokens} tokens, and a request needs two at least: give more pages or larger ones "
+            "(--num-gpu-blocks-override, --kv-cache-memory-bytes, --block-size)"
+        )
+    return min(wanted or max_position, kv_tokens)
+
+
 def _default_threads(num_ranks: int) -> int:
     """A rank's share of the cores; torch's own choice would follow whatever OMP_NUM_THREADS a launcher has set."""
     return max(1, len(os.sched_getaffinity(0)) // num_ranks)
@@ -299,25 +316,13 @@ def _cache_shape(config: WorkerConfig, spec: ModelSpec, part: Shard) -> KVCacheS
 def _capacity(
     config: WorkerConfig, spec: ModelSpec, shape: KVCacheShape, batch_sizes: tuple[int, ...]
 ) -> EngineCapacity:
-    """Fit max_model_len to model and pages. Raises CapacityError where it was asked for and does not fit."""
-    holds = shape.num_pages * shape.page_size
-    wanted = config.max_model_len
-    if wanted is not None and wanted > spec.max_position:
-        raise CapacityError(f"max_model_len {wanted} is more than the model's context of {spec.max_position}")
-    if wanted is not None and wanted > holds:
-        raise CapacityError(
-            f"max_model_len {wanted} does not fit into the KV cache of {holds} tokens: lower it, or give more memory"
-        )
-    if holds < 2:
-        raise CapacityError(
-            f"the KV cache holds {holds} token, and a request needs two at least: give more pages or larger ones "
-            "(--num-gpu-blocks-override, --kv-cache-memory-bytes, --block-size)"
-        )
+    """Raises CapacityError."""
+    max_model_len = fitted_model_len(config.max_model_len, spec.max_position, shape.num_pages * shape.page_size)
     return EngineCapacity(
         num_pages=shape.num_pages,
         page_size=shape.page_size,
         max_slots=config.max_slots,
-        max_model_len=min(wanted or spec.max_position, holds),
+        max_model_len=max_model_len,
         buckets=tuple(ScheduleBucket(number, rows) for number, rows in enumerate(batch_sizes)),
     )
 

@@ -13,7 +13,7 @@ import torch
 from worker.kernels import reference
 
 GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
-MAX_VOCAB = 1 << 19  # weights of more tokens than this could overflow the sampler's sums
+MAX_VOCAB = (1 << 19) - 1  # the sampler adds up a weight of at most 2^44 for each token in 63 bits
 
 
 @dataclass(frozen=True, slots=True)

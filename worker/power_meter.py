@@ -16,6 +16,10 @@ import torch
 _PATIENCE_S = 0.5  # for the counter's next step
 
 
+class MeterError(RuntimeError):
+    """The card's instruments cannot be read; the message says what is missing."""
+
+
 class Card(Protocol):
     """A GPU's instruments."""
 
@@ -26,14 +30,25 @@ class Card(Protocol):
         """The clock now."""
 
 
+def nvml() -> Any:
+    """NVML's Python module. Raises MeterError where there is none: to be asked before anything long begins."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        raise MeterError(
+            "watts, joules and clocks of a GPU are read by nvidia-ml-py: pip install nvidia-ml-py"
+        ) from None
+    return pynvml
+
+
 class NvmlCard:
     """The current CUDA device by NVML."""
 
     def __init__(self) -> None:
-        import pynvml
-
+        """Raises MeterError."""
+        pynvml = nvml()
         pynvml.nvmlInit()
-        self._nvml: Any = pynvml
+        self._nvml = pynvml
         # By identity: NVML numbers all cards of the machine, CUDA those of CUDA_VISIBLE_DEVICES.
         number = torch.cuda.current_device()
         try:

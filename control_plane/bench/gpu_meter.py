@@ -29,7 +29,8 @@ class GpuMeter:
         return self._card.joules()
 
     def start(self) -> None:
-        """Begin to read."""
+        """Begin to read. Raises NVML's error where the card does not tell, before anything has run for nothing."""
+        self._readings.append(self._reading())
         self._joules = self.joules()
         self._thread.start()
 
@@ -47,10 +48,11 @@ class GpuMeter:
         }
 
     def _read(self) -> None:
-        while True:
-            self._readings.append((self._card.watts(), int(self._card.sm_mhz())))
-            if self._stopping.wait(PERIOD_S):
-                return
+        while not self._stopping.wait(PERIOD_S):
+            self._readings.append(self._reading())
+
+    def _reading(self) -> tuple[float, int]:
+        return self._card.watts(), int(self._card.sm_mhz())
 
 
 def gemm_shapes(spec: ModelSpec) -> list[tuple[int, int]]:
@@ -67,7 +69,7 @@ def gemm_rate(spec: ModelSpec, dtype: torch.dtype, rows: int = 2048, seconds: fl
     """Sustained FLOP/s of a layer's four GEMMs by cuBLAS, over the second half of `seconds`."""
     shapes = gemm_shapes(spec)
     x = [torch.randn(rows, k, device="cuda", dtype=dtype) for _, k in shapes]
-    w = [[((torch.rand(n, k, device="cuda") * 2 - 1) * 1e-3).to(dtype) for n, k in shapes] for _ in range(2)]
+    w = [[torch.empty(n, k, device="cuda", dtype=dtype).uniform_(-1e-3, 1e-3) for n, k in shapes] for _ in range(2)]
     y = [torch.empty(rows, n, device="cuda", dtype=dtype) for n, _ in shapes]
     flops = 2.0 * rows * sum(n * k for n, k in shapes)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -203,7 +203,7 @@ def _fitted(engine: EngineConfig, options: EngineOptions) -> EngineConfig:
     if engine.num_gpu_blocks_override or engine.kv_cache_memory_bytes:
         return engine
     page_size = single_rank_config(engine).page_size
-    tokens = max(options.return_len + 512, 512 * (options.at_once or 64))
+    tokens = max(options.return_len + 512, 512 * (options.at_once or 64), engine.max_model_len or 0)
     return replace(engine, num_gpu_blocks_override=-(-tokens // page_size))
 
 

@@ -27,7 +27,7 @@ from control_plane.bench.record import Record
 from control_plane.bench.waterfall import Snapshots, waterfall
 from control_plane.bench.workload import Workload
 from control_plane.config import EngineConfig
-from control_plane.engine import make_loop, open_engine
+from control_plane.engine import check_device, device_of, make_loop, open_engine
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from control_plane.release import version_of
@@ -36,7 +36,7 @@ from scheduler.plan import EngineCapacity, IterationPlan, StepResult
 from scheduler.ports import Executor, PendingStep
 from scheduler.request import NewRequest
 from worker.cuda_executor import CudaExecutor
-from worker.power_meter import NvmlCard
+from worker.power_meter import NvmlCard, nvml
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,9 @@ def run(engine: EngineConfig, workload: Workload, mode: Mode = Mode()) -> dict[s
     engine = replace(engine, enable_prefix_caching=engine.kv_store is not None)
     spec, lengths = ModelSpec.from_folder(engine.model), workload.lengths()
     _check_lengths(lengths, engine.max_model_len)
+    check_device(engine)
+    if device_of(engine) == "cuda":
+        nvml()
     began = time.perf_counter()
     line = ProgressLine()
     executor = open_engine(engine, line.share)
@@ -101,6 +104,11 @@ def run(engine: EngineConfig, workload: Workload, mode: Mode = Mode()) -> dict[s
         setting = _setting(engine, workload, mode, executor, spec)
         print(f"ready after {start_s:.1f} s: {setting}", file=sys.stderr, flush=True)
         figures = _measure(engine, workload, mode, executor, gpu, spec)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the GPU has no room for the benchmark beside the engine: lower gpu-memory-utilization from "
+            f"{engine.gpu_memory_utilization}: {str(error).partition('. ')[0]}"
+        ) from None
     finally:
         executor.close()
     result = {**setting, "start_s": round(start_s, 3), **figures}

@@ -146,7 +146,7 @@ def _waterfall(
 
 def _gemm_only_s(executor: CudaExecutor, card: NvmlCard, snapshot: Snapshot, record: Record) -> float:
     """Seconds of the layers' GEMMs of all the run's iterations, at the batch sizes that they had."""
-    used = Counter(stats.batch_tokens for _, stats in record.steps)
+    used = Counter(stats.batch_tokens for _, stats in record.steps if stats.num_tokens)  # others only moved pages
     total_s = 0.0
     for rows, count in used.items():
         # Rare sizes are not worth a second each.

@@ -16,6 +16,7 @@ from scheduler.request import NewRequest, SamplingParams
 
 FIRST_TOKEN_ID, LAST_TOKEN_ID = 100, 29_999  # prompts are drawn from these, or from what the vocabulary has of them
 STEADY = (0.3, 0.7)  # the steady middle, as shares of the run's time
+_MOST_TOKENS = 10**8  # prompt tokens of all requests: drawn as Python's numbers they take gigabytes already
 _MAX_PROMPT, _MAX_OUTPUT, _MIN_LEN = 2048, 1024, 4  # rows of a lengths file outside of these are left out
 
 
@@ -33,6 +34,11 @@ class Workload:
         if min(self.num_prompts, self.input_len, self.output_len) < 1:
             raise ConfigError("num-prompts, input-len and output-len must be at least 1")
         if self.lengths_file is None:
+            if self.num_prompts * self.input_len > _MOST_TOKENS:
+                raise ConfigError(
+                    f"num-prompts times input-len is {self.num_prompts * self.input_len}: lower them, "
+                    f"{_MOST_TOKENS} is the most"
+                )
             return [(self.input_len, self.output_len)] * self.num_prompts
         found = [
             (prompt, output)

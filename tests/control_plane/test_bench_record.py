@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from autosearch.catalog import find_model
-from control_plane.bench.gpu_meter import memory_bound_step_s, parameters
+from control_plane.bench import gpu_meter
+from control_plane.bench.gpu_meter import GpuMeter, memory_bound_step_s, parameters
 from control_plane.bench.record import Record
 from scheduler.plan import LoadReport, OutputBatch, RequestEnd, StepStats
 
@@ -84,3 +85,27 @@ def test_parameters_and_the_memory_bound_of_llama_3_8b():
     assert memory_bound_step_s(spec, 64, 576, 2) - memory_bound_step_s(spec, 0, 0, 2) == pytest.approx(
         64 * 576 * 131_072 / 4.3e12
     )
+
+
+def test_a_card_that_does_not_tell_its_watts_ends_a_run_before_it_begins(monkeypatch):
+    class Card:
+        reading = 100.0
+
+        def joules(self) -> float:
+            return 5.0
+
+        def watts(self) -> float:
+            if self.reading is None:
+                raise OSError("not supported")
+            return self.reading
+
+        def sm_mhz(self) -> float:
+            return 1500.0
+
+    monkeypatch.setattr(gpu_meter, "NvmlCard", Card)
+    meter = GpuMeter()
+    meter.start()
+    assert meter.stop(10) == {"watts": 100.0, "sm_mhz": 1500, "joules": 0.0, "joules_per_token": 0.0}
+    monkeypatch.setattr(Card, "reading", None)
+    with pytest.raises(OSError, match="not supported"):
+        GpuMeter().start()

@@ -59,6 +59,12 @@ def test_the_waterfall_ends_at_the_iteration_of_the_run_idle_time_included(monke
     ]
 
 
+def test_steps_that_only_moved_pages_have_no_gemms(monkeypatch):
+    alone, _ = break_down(monkeypatch, [stats(0, 64, 20)])
+    beside_moves, _ = break_down(monkeypatch, [stats(0, 64, 20), stats(1, 0, 0), stats(2, 0, 0)])
+    assert beside_moves["gemm_bound_tokens_per_s"] == alone["gemm_bound_tokens_per_s"]
+
+
 def test_a_run_too_short_for_a_steady_middle_is_shown_without_it(monkeypatch):
     result, _ = break_down(monkeypatch, [stats(0, 64, 20)], steady_tokens_per_s=None)
     assert "steady" not in str(result["waterfall"])

@@ -77,6 +77,22 @@ def test_tokens_equal_the_cpu_worker(device, temperature):
         assert sum(first) > 0.8 * 40 * len(first), first
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_page_changes_that_do_not_fit_the_block_change_nothing(monkeypatch, device):
+    if not MODEL.exists():
+        pytest.skip(f"{MODEL} is absent")
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    torch.set_num_threads(1)
+    dtype = "float32" if device == "cpu" else "float16"
+    config = WorkerConfig(
+        MODEL, device=device, dtype=dtype, max_batch_tokens=48, max_slots=8, page_size=4, num_pages=480
+    )
+    expected = generate(CudaExecutor(config), make_requests(0.0))
+    monkeypatch.setattr("worker.device_batch.MAX_CHANGES", 2)
+    assert generate(CudaExecutor(config), make_requests(0.0)) == expected
+
+
 def test_more_random_rows_than_a_piece_among_greedy_ones(monkeypatch):
     monkeypatch.setattr("worker.cuda_executor.RANDOM_ROWS", 16)
     monkeypatch.setattr("worker.cuda_executor.SAMPLE_SIZES", (4, 16))

@@ -42,6 +42,7 @@ def test_each_batch_finds_its_graph_and_there_are_few():
         ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
         ({"max_model_len": 9999}, "max_model_len"),
         ({"page_size": 96}, "block-size 96"),
+        ({"page_size": 1, "max_slots": 2**24}, "page table of 2147483648 entries"),
         ({"hidden_size": 36}, "hidden_size 36"),
         ({"vocab_size": 600_000}, "vocabulary"),
     ],
@@ -99,6 +100,15 @@ def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model
     executor = CudaExecutor(config)
     assert executor.capacity.max_batch_tokens == expected
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [({"max_model_len": 100, "num_pages": 4}, "KV cache of 64 tokens"), ({"num_pages": 0}, "holds 0 token")],
+)
+def test_more_tokens_for_a_request_than_there_are_pages_for_are_refused_as_on_a_cpu(random_model, limits, message):
+    with pytest.raises(CapacityError, match=message):
+        CudaExecutor(WorkerConfig(random_model("llama"), dtype="float32", page_size=16, **limits))
 
 
 def test_a_fault_of_the_device_does_not_keep_an_executor_from_closing(random_model, monkeypatch):

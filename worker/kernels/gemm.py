@@ -143,8 +143,8 @@ def _gemm_argmax_kernel(
         for k in range(num_k):
             acc = tl.dot(a.load([m * BM, k * BK]), b.load([n * BN, k * BK]).T, acc)
         columns = n * BN + tl.arange(0, BN)
-        # A NaN must not lose the comparison: it becomes an infinity, which the reader reports as a fault.
-        acc = tl.where(acc == acc, acc, float("inf"))
+        # What is not finite must not lose the comparison: it becomes an infinity, which the reader reports as a fault.
+        acc = tl.where(tl.abs(acc) < float("inf"), acc, float("inf"))
         acc = tl.where((columns < N)[None, :], acc, float("-inf"))
         top, where = tl.max(acc, axis=1, return_indices=True, return_indices_tie_break_left=True)
         rows = m * BM + tl.arange(0, BM)

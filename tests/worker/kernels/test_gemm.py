@@ -74,6 +74,17 @@ def test_argmax_epilogue(dtype, device):
     assert value[9] == float("inf")
 
 
+def test_argmax_reports_rows_with_an_infinity_of_either_sign(dtype, device):
+    from worker.kernels import gemm
+
+    x, w = (torch.randn(n, 128, device=device).to(dtype).abs() for n in (70, 300))
+    w[7, 0] = float("-inf")
+    best, column = torch.zeros(2, 70, device=device), torch.zeros(2, 70, dtype=torch.int32, device=device)
+    gemm.linear_argmax(x, w, best, column, torch.tensor([70], dtype=torch.int32, device=device), sms=3)
+    assert (best[0] == float("inf")).all()
+    assert best[1].isfinite().all()
+
+
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_norms_in_the_ends_of_two_gemms_equal_a_norm_between_them(with_bias, dtype, device):
     from worker.kernels import gemm

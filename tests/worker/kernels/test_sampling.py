@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from worker import sampler
+from worker.kernel_set import MAX_VOCAB
 from worker.kernels import reference
 
 pytestmark = pytest.mark.gpu
@@ -189,6 +190,11 @@ def test_frequencies_are_the_probabilities(top_k, top_p, device):
     chi_square = ((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum()
     freedom = len(kept) - 1
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5
+
+
+def test_sums_of_the_largest_vocabulary_do_not_overflow(device):
+    logits = torch.zeros(1, MAX_VOCAB, dtype=torch.float16, device=device)  # the heaviest rows are those of equals
+    assert Batch(logits, [(1.0, 0, 1.0, 0.5)]).tokens() == [MAX_VOCAB // 2]
 
 
 def test_a_whole_vocabulary(device, logits_dtype):
