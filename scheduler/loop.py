@@ -6,6 +6,7 @@ Ray or devices.
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -99,10 +100,12 @@ class EngineLoop:
     def run(self) -> None:
         """Loop until stop(). Raises ExecutorError when the executor is lost: no request will go on."""
         flight: _Flight | None = None
+        gc.freeze()  # what is there by now stays: looking through all of it for garbage takes longer than a step
         try:
             while flight is not None or not self._stopping:
                 flight = self._turn(flight)
         finally:
+            gc.unfreeze()
             self._end()
 
     def _turn(self, flight: _Flight | None) -> _Flight | None:

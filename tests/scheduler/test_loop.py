@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections import defaultdict
@@ -259,3 +260,12 @@ def test_it_naps_while_the_store_does_not_answer() -> None:
         assert time.process_time() - cpu_s < 0.3
         assert running.ends["r"].queue_s == pytest.approx(0.5, abs=0.3)
     assert running.error is None
+
+
+def test_while_it_runs_no_garbage_is_sought_in_what_was_there_before() -> None:
+    """A full collection of a process that has loaded a model takes several steps' time."""
+    with Engine() as engine:
+        engine.loop.submit([make_request("a", make_prompt(5), max_tokens=3)])
+        engine.wait(lambda: "a" in engine.ends)
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
