@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +49,7 @@ COUNTERS = (
 )
 _SUSPENSION_S = 5.0  # after a failed write: a full or read-only disk stays so for a while
 _SMALL_FILES_BYTES = 16 * 1024  # locks
+_MAX_SEQUENCE = 1 << 62  # what a row may say: more are to follow, and still fit in
 _LOCK, _SEGMENT = "lock", re.compile(r"segment-\d{6,}\.kv")  # names of our files
 
 
@@ -213,6 +215,9 @@ class SsdTier:
         gone = changed.keys() - {row.key for row in rows}
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
+            if self._index.is_new:
+                with self._lock:
+                    self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
         self._num_saving = 0
         with suppress(OSError):
             self._remove_stale()
@@ -283,11 +288,11 @@ class SsdTier:
     def _restore(self) -> None:
         """Take over what index and folder agree on; files beyond that are removed or cut."""
         found = [path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name)]
-        sizes = {path: path.stat().st_size for path in found}
+        sizes = {path: _file_bytes(path) for path in found}
         kept: list[tuple[Row, int]] = []
         for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot)):
             in_file = (row.slot + 1) * row.slot_bytes <= sizes.get(self._path(row.segment), 0)
-            sound = in_file and slot_bytes_for(row.payload_bytes) == row.slot_bytes
+            sound = in_file and slot_bytes_for(row.payload_bytes) == row.slot_bytes and row.sequence <= _MAX_SEQUENCE
             offset = self._residents.slabs.take(row.segment, row.slot, row.slot_bytes) if sound else None
             if offset is None:
                 self._changed[row.key] = None
@@ -309,6 +314,15 @@ class SsdTier:
                     self._files.remove(self.folder / name)
                 elif size > known[name]:
                     self._files.truncate(self.folder / name, known[name])
+
+
+def _file_bytes(path: Path) -> int:
+    """Size of a file of our own; 0 for what is none, or cannot be looked at."""
+    with suppress(OSError):
+        facts = path.lstat()
+        if stat.S_ISREG(facts.st_mode):
+            return facts.st_size
+    return 0
 
 
 def _own(folder: Path) -> int:

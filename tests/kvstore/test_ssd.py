@@ -8,10 +8,12 @@ import os
 import random
 import shutil
 import stat
+import struct
 import subprocess
 from collections import OrderedDict
 from contextlib import suppress
 
+import lmdb
 import pytest
 from store_calls import Clock
 
@@ -366,6 +368,68 @@ def test_a_harmed_index_costs_the_records_only(folder, harm):
     assert all(map(tier.put, keys(40)))
     tier.stop()
     assert all(map(Tier(folder).get, keys(40)))
+
+
+def test_an_index_that_shows_to_be_harmed_when_it_is_written_is_begun_anew(folder):
+    for number in range(8):  # rows that come and go: LMDB keeps a list of free pages
+        tier = Tier(folder)
+        assert all(map(tier.put, keys(100, f"round-{number}")))
+        tier.stop()
+    page = lmdb_page_of_free_list(folder / "index.mdb")
+    with (folder / "index.mdb").open("r+b") as file:
+        file.seek(page * 4096 + 10)
+        file.write(b"\0\0")  # the kind of page: none
+    tier = Tier(folder)
+    found = [key for number in range(8) for key in keys(100, f"round-{number}") if tier.get(key)]
+    assert len(found) > CAPACITY // 2
+    assert tier.put(b"new")
+    tier.ssd.save_index()
+    assert tier.counters["ssd_index_errors"] == 1
+    tier.ssd.save_index()  # all of them
+    assert tier.counters["ssd_index_errors"] == 1
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)  # as a kill leaves it
+    tier.stop()
+    after = Tier(copy)
+    assert sum(map(after.get, [*found, b"new"])) >= len(found)
+    after.stop()
+
+
+def lmdb_page_of_free_list(index) -> int:
+    """Number of the root page of the list of free pages, by the newer of LMDB's two first pages."""
+    head = index.read_bytes()[: 2 * 4096]
+    metas = [struct.unpack_from("<80xQ56xQ", head, start) for start in (0, 4096)]
+    return max(metas, key=lambda meta: meta[1])[0]
+
+
+def test_a_row_with_the_last_number_that_there_is_costs_its_record_only(folder):
+    names = filled(folder)
+    with lmdb.open(str(folder / "index.mdb"), subdir=False) as environment, environment.begin(write=True) as rows:
+        rows.put(names[0], rows.get(names[0])[:-8] + b"\xff" * 8)
+    tier = Tier(folder)
+    assert not tier.get(names[0])
+    assert all(map(tier.get, names[1:]))
+    assert tier.put(names[0])
+    tier.ssd.save_index()
+    tier.stop()
+    assert all(map(Tier(folder).get, names))
+
+
+@pytest.mark.parametrize("target", ["nowhere", "a file"])
+def test_a_link_in_the_place_of_a_segment_is_removed_and_not_followed(folder, tmp_path, target):
+    names = filled(folder)
+    segment, outside = sorted(folder.glob("segment-*"))[0], tmp_path / "outside"
+    if target == "a file":
+        outside.write_bytes(segment.read_bytes() + b"more")
+    segment.unlink()
+    segment.symlink_to(outside)
+    tier = Tier(folder)
+    assert not segment.is_symlink()
+    assert 0 < sum(map(tier.get, names)) < len(names)
+    assert all(map(tier.put, names))
+    tier.stop()
+    if target == "a file":
+        assert outside.read_bytes().endswith(b"more")
 
 
 def test_an_index_in_whose_loading_a_process_died_is_not_tried_again(folder):
