@@ -48,6 +48,7 @@ COUNTERS = (
     "ssd_discarded",  # rows of the index whose records could not be there
 )
 _SUSPENSION_S = 5.0  # after a failed write: a full or read-only disk stays so for a while
+_MAX_BEHIND = 16384  # rows that could not be written and are tried again, each half second
 _SMALL_FILES_BYTES = 16 * 1024  # locks
 _MAX_SEQUENCE = 1 << 62  # what a row may say: more are to follow, and still fit in
 _LOCK, _SEGMENT = "lock", re.compile(r"segment-\d{6,}\.kv")  # names of our files
@@ -215,9 +216,11 @@ class SsdTier:
         gone = changed.keys() - {row.key for row in rows}
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
-            if self._index.is_new:
-                with self._lock:
+            with self._lock:
+                if self._index.is_new:
                     self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
+                elif len(changed) <= _MAX_BEHIND:
+                    self._changed = {**changed, **self._changed}
         self._num_saving = 0
         with suppress(OSError):
             self._remove_stale()
@@ -290,7 +293,7 @@ class SsdTier:
         found = [path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name)]
         sizes = {path: _file_bytes(path) for path in found}
         kept: list[tuple[Row, int]] = []
-        for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot)):
+        for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot, -row.sequence)):  # newest first
             in_file = (row.slot + 1) * row.slot_bytes <= sizes.get(self._path(row.segment), 0)
             sound = in_file and slot_bytes_for(row.payload_bytes) == row.slot_bytes and row.sequence <= _MAX_SEQUENCE
             offset = self._residents.slabs.take(row.segment, row.slot, row.slot_bytes) if sound else None

@@ -395,6 +395,30 @@ def test_an_index_that_shows_to_be_harmed_when_it_is_written_is_begun_anew(folde
     after.stop()
 
 
+def test_rows_that_could_not_be_written_are_tried_again(folder, tmp_path):
+    tier = Tier(folder)
+    assert all(map(tier.put, keys(40)))
+    write = tier.ssd._index.write
+    tier.ssd._index.write = lambda put, removed: False  # the disk is full, say
+    tier.ssd.save_index()
+    assert tier.ssd.num_unsaved == 40
+    tier.ssd._index.write = write
+    tier.ssd.save_index()
+    assert (tier.ssd.num_unsaved, tier.counters["ssd_index_errors"]) == (0, 1)
+    shutil.copytree(folder, tmp_path / "copy")  # as a kill leaves it
+    assert all(map(Tier(tmp_path / "copy").get, keys(40)))
+
+
+def test_of_two_rows_for_one_place_the_newer_one_counts(folder):
+    names = filled(folder)
+    with lmdb.open(str(folder / "index.mdb"), subdir=False) as environment, environment.begin(write=True) as rows:
+        row = rows.get(names[0])
+        rows.put(b"a", row[:-8] + bytes(8))  # left by one that went; by its name it comes before
+    tier = Tier(folder)
+    assert tier.counters["ssd_discarded"] == 1
+    assert all(map(tier.get, names))
+
+
 def lmdb_page_of_free_list(index) -> int:
     """Number of the root page of the list of free pages, by the newer of LMDB's two first pages."""
     head = index.read_bytes()[: 2 * 4096]
