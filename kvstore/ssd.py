@@ -214,10 +214,11 @@ class SsdTier:
             self._num_saving = len(changed)
             rows = [row for key in changed if (row := self._row(key)) is not None]
         gone = changed.keys() - {row.key for row in rows}
+        was_new = self._index.is_new
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
             with self._lock:
-                if self._index.is_new:
+                if self._index.is_new and not was_new:
                     self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
                 elif len(changed) <= _MAX_BEHIND:
                     self._changed = {**changed, **self._changed}
@@ -232,6 +233,8 @@ class SsdTier:
         with self._lock:
             self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
         self.save_index()
+        if self.num_unsaved:  # it was full of old versions, and has been begun anew
+            self.save_index()
         self._index.close()
         self._files.close()
         os.close(self._lock_descriptor)

@@ -1,8 +1,8 @@
 """Where the SSD tier's records lie, kept in LMDB so that a restart finds them. Never trusted: records name their keys.
 
 An index that cannot be opened, or in whose loading the last process died, is thrown away; with it go the records,
-which are computed again. One that shows to be harmed when it is written is begun anew, and needs all rows again. Every
-failure is False or an empty answer. Knows nothing of segments but their numbers.
+which are computed again. One that shows to be harmed when it is written, or is full, is begun anew and needs all rows
+again. Every failure is False or an empty answer. Knows nothing of segments but their numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SsdIndex:
         self._folder = folder
         self._max_bytes = max_bytes
         self._environment: lmdb.Environment | None = None
-        self.is_new = False  # it has no rows, as it was found harmed
+        self.is_new = False  # begun anew, and without rows since
 
     def load(self) -> list[Row]:
         """Open, and read everything. Empty, and starting anew, if that cannot be done."""
@@ -88,7 +88,8 @@ class SsdIndex:
                     transaction.put(row.key, packed)
         except (lmdb.Error, OSError) as error:
             log.warning("the index in %s cannot be written: %s", self._folder, error)
-            if isinstance(error, _HARMED):
+            # What is full of old versions of its pages, or says so wrongly, has room again when begun anew.
+            if isinstance(error, _HARMED) or (isinstance(error, lmdb.MapFullError) and not self.is_new):
                 self._begin_anew()
             return False
         self.is_new = False

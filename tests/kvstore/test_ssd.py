@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
 import random
@@ -393,6 +394,23 @@ def test_an_index_that_shows_to_be_harmed_when_it_is_written_is_begun_anew(folde
     after = Tier(copy)
     assert sum(map(after.get, [*found, b"new"])) >= len(found)
     after.stop()
+
+
+def test_a_full_index_is_begun_anew_and_has_all_rows_that_there_are(folder):
+    """Small records in a small folder, by which old versions of the index's pages take more room than it has."""
+    budget = 16 << 20
+    tier = Tier(folder, budget=budget)
+    names = [hashlib.blake2b(key, digest_size=48).digest() for key in keys(4000)]
+    for number, name in enumerate(names):
+        assert tier.put(name, 7000)
+        if number % 400 == 0:
+            tier.ssd.save_index()
+    assert tier.counters["ssd_index_errors"]
+    tier.ssd.save_index()
+    num_records = tier.ssd.num_records
+    tier.stop()
+    assert disk_bytes(folder) <= budget
+    assert Tier(folder, budget=budget).ssd.num_records == num_records
 
 
 def test_rows_that_could_not_be_written_are_tried_again(folder, tmp_path):
