@@ -121,14 +121,20 @@ class SsdTier:
                 self._residents.lru.touch(handle)
             return handle is not None
 
+    def drop(self, key: bytes) -> None:
+        """Forget the key, if it is here."""
+        with self._lock:
+            handle = self._residents.find(key)
+            if handle is not None:
+                self._changed[key] = None
+                self._residents.drop(handle)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            for key in self._residents.lru.keys_oldest_first():
-                handle = self._residents.find(key)
-                assert handle is not None
-                self._changed[key] = None
-                self._residents.drop(handle)
+            keys = self._residents.lru.keys_oldest_first()
+        for key in keys:
+            self.drop(key)
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """Fill a slot's bytes with the key's record, verified; False if there is none, and a bad one is dropped."""
