@@ -97,6 +97,10 @@ class ReadLease(_Lease):
         block = self.blocks[number]
         return payload_of(self._arrival.slot(block.offset, block.payload_bytes), block.payload_bytes)
 
+    def payload_offset(self, number: int) -> int:
+        """Where view() begins in the arena."""
+        return self.blocks[number].offset + HEADER_BYTES
+
     def checksum(self, number: int) -> int | None:
         """What the payload's checksum must be (XXH3, 64 bits); None, and reported, if this is not the record asked for.
 
@@ -151,6 +155,10 @@ class WriteLease(_Lease):
         if self.is_over:
             return None
         return payload_of(self._slot(number), self._payload_bytes)
+
+    def payload_offset(self, number: int) -> int | None:
+        """Where view() begins in the arena; None if the lease is over."""
+        return None if self.is_over else self._offsets[number] + HEADER_BYTES
 
     def seal(self, number: int, checksum: int | None = None) -> bool:
         """Put the header over the payload, which is complete; False if the lease is over.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -39,9 +40,11 @@ class DmaRegion:
         self._is_refused = False
         self._lock = threading.Lock()
 
-    def pieces(self, address: int, num_bytes: int) -> list[tuple[int, int]] | None:
-        """The range as (address, bytes), each within one registered piece; None where it cannot be registered."""
-        start = address - self._first
+    def pieces(self, start: int, num_bytes: int) -> list[tuple[int, int]] | None:
+        """The range that begins at this byte of the arena, as (address, bytes), each within one registered piece.
+
+        None where it cannot be registered.
+        """
         stop = start + num_bytes
         assert 0 <= start <= stop <= self._num_bytes, "not a part of the arena"
         found = []
@@ -54,7 +57,7 @@ class DmaRegion:
 
     def register_all(self) -> bool:
         """Register all of it; whether that was possible."""
-        return self.pieces(self._first, self._num_bytes) is not None
+        return self.pieces(0, self._num_bytes) is not None
 
     def close(self) -> None:
         """Unregister what is. No copy is under way."""
@@ -67,6 +70,8 @@ class DmaRegion:
             self._registered.clear()
 
     def _is_ready(self, number: int) -> bool:
+        if number in self._registered:  # a piece stays registered while the region is lent
+            return True
         with self._lock:
             if number in self._registered:
                 return True
@@ -91,6 +96,7 @@ class DmaMemory:
         self._register, self._unregister = register, unregister
         self._lock = threading.Lock()
         self._regions: list[DmaRegion] = []  # the newest last
+        self._gone: list[weakref.ref[memoryview]] = []  # arenas whose stores have ended, while somebody has them
 
     def lend(self, arena: memoryview) -> DmaRegion:
         """The region of this arena, to be given back."""
@@ -98,7 +104,8 @@ class DmaMemory:
             region = next((region for region in self._regions if region.arena is arena), None)
             if region is None:
                 region = DmaRegion(arena, self._register, self._unregister)
-                self._regions.append(region)
+                region.is_gone = any(each() is arena for each in self._gone)
+                self._regions.insert(0 if region.is_gone else len(self._regions), region)
             region.num_users += 1
             self._drop_old()
         return region
@@ -112,6 +119,7 @@ class DmaMemory:
     def forget(self, arena: memoryview) -> None:
         """Its store is gone: give it up as soon as nobody uses it, as the store's next run needs the memory."""
         with self._lock:
+            self._gone = [each for each in self._gone if each() is not None] + [weakref.ref(arena)]
             for region in self._regions:
                 region.is_gone |= region.arena is arena
             self._drop_old()
@@ -130,12 +138,7 @@ class DmaMemory:
                 self._regions.remove(region)
 
 
-def adjacent(addresses: Sequence[int], stride: int) -> list[range]:
+def adjacent(offsets: Sequence[int], stride: int) -> list[range]:
     """The places of records that lie side by side, each `stride` bytes after the one before: one transfer each."""
-    runs: list[range] = []
-    for place, address in enumerate(addresses):
-        if runs and address == addresses[place - 1] + stride:
-            runs[-1] = range(runs[-1].start, place + 1)
-        else:
-            runs.append(range(place, place + 1))
-    return runs
+    firsts = [place for place, at in enumerate(offsets) if not place or at != offsets[place - 1] + stride]
+    return [range(first, stop) for first, stop in zip(firsts, [*firsts[1:], len(offsets)])]

@@ -17,10 +17,10 @@ from worker.kv_cache import KVCache
 
 
 class PageCopier(Protocol):
-    """Copies pages through staging slots. Used by one thread; between two settle(), for leases on one arena.
+    """Copies pages through staging slots. Used by one thread.
 
     A load is fetch, num_whole, scatter; a save is send, seal. Up to num_slots of either may be under way, each in a
-    slot of its own. settle() ends them all.
+    slot of its own and for whatever lease. What was begun with a slot and is not gone on with is to be dropped.
     """
 
     @property
@@ -39,19 +39,25 @@ class PageCopier(Protocol):
         """Begin to bring these records to a slot, once what was scattered from it before has been."""
 
     def num_whole(self, slot: int) -> int:
-        """Wait for what was fetched: how many leading records are the ones asked for, and unharmed in the slot."""
+        """Wait for what was fetched: how many leading records are the ones asked for, and unharmed in the slot.
+
+        From now on nothing touches the lease's memory for this slot.
+        """
 
     def scatter(self, slot: int, pages: Sequence[int]) -> None:
-        """Begin to write the slot's leading records to these pages."""
+        """Begin to write the slot's leading records to these pages. The slot may be filled anew at once."""
 
     def send(self, slot: int, pages: Sequence[int], lease: WriteLease, numbers: Sequence[int]) -> None:
         """Begin to bring these pages to the records that the lease has room for under these numbers."""
 
     def seal(self, slot: int) -> bool:
-        """Wait for what was sent and make whole records of it; False if the lease is over."""
+        """Wait for what was sent and make whole records of it; False if the lease is over. Else as num_whole()."""
+
+    def drop(self, slot: int) -> None:
+        """Wait for what was fetched or sent, if anything was, unjudged. Nothing touches a lease's memory any more."""
 
     def settle(self) -> None:
-        """Wait for all that has begun: from now on nothing touches the leases' memory, and pages can be read."""
+        """Wait for all that was scattered: from now on the pages can be read."""
 
     def close(self) -> None:
         """Give back what was taken. Nothing is under way."""
@@ -100,6 +106,9 @@ class CpuPageCopier:
     def seal(self, slot: int) -> bool:
         """As in PageCopier."""
         return self._is_sealed[slot]
+
+    def drop(self, slot: int) -> None:
+        """As in PageCopier."""
 
     def settle(self) -> None:
         """As in PageCopier."""

@@ -23,7 +23,7 @@ import torch
 
 from kvstore.client_leases import ReadLease, WriteLease
 from kvstore.record import slot_bytes_for
-from worker.dma_memory import DmaMemory, DmaRegion, address_of, adjacent
+from worker.dma_memory import DmaMemory, DmaRegion, adjacent
 from worker.kernels.page_copy import MAX_PAGES
 from worker.kv_cache import KVCache
 
@@ -49,8 +49,6 @@ class Stream(Protocol):
     """As torch.cuda.Stream."""
 
     def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Dma(Protocol):
@@ -91,7 +89,8 @@ class _Slot:
     checksums: torch.Tensor  # int64 [pages], pinned: the kernel writes it there, the host reads it
     checked: Event  # they are there; the host waits for it
     bounce: torch.Tensor | None = None  # pinned, like records: where the store's memory is not registered
-    lease: ReadLease | WriteLease | None = None
+    lease: ReadLease | WriteLease | None = None  # until it is over with what was begun
+    region: DmaRegion | None = None  # of the lease's arena, for as long
     numbers: Sequence[int] = ()
     expected: Sequence[int] = ()  # checksums by the headers, of the leading numbers that have right ones
     bounced: Sequence[int] = ()  # of numbers, those whose bytes wait in `bounce`
@@ -108,24 +107,26 @@ class CudaPageCopier:
         self._kernels, self._dma = kernels, dma
         self._moves, self._copies, self._checks = (dma.stream() for _ in range(3))
         self._slots = [self._slot(records) for records in staging]
-        self._region: DmaRegion | None = None
+        self._scattered: Event | None = None  # what was scattered last has ended, and all before it
 
     def fetch(self, slot: int, lease: ReadLease, numbers: Sequence[int]) -> None:
         """As in PageCopier. Records that are not of a page's size are as good as not there."""
-        part = self._slots[slot]
-        part.lease, part.expected = lease, self._expected(lease, numbers)
+        part = self._take(slot, lease)
+        part.expected = self._expected(lease, numbers)
         part.numbers = numbers[: len(part.expected)]
-        views = [lease.view(number) for number in part.numbers]
+        offsets = [lease.payload_offset(number) for number in part.numbers]
         self._copies.wait_event(part.moved)
-        for run, addresses in self._transfers(lease, views):
-            if addresses is None:
-                self._fill_bounce(part, run, views)
-                addresses = self._bounce_range(part, run)
-            target = part.records[run.start].data_ptr()
-            for address, num_bytes in addresses:
-                self._dma.copy_in(target, address, num_bytes, self._copies)
-                target += num_bytes
-        part.copied.record(self._copies)
+        try:
+            for run, addresses in self._transfers(part, offsets):
+                if addresses is None:
+                    self._fill_bounce(part, run, lease)
+                    addresses = self._bounce_range(part, run)
+                target = self._address(part.records, run)
+                for address, num_bytes in addresses:
+                    self._dma.copy_in(target, address, num_bytes, self._copies)
+                    target += num_bytes
+        finally:
+            part.copied.record(self._copies)  # of those that were queued, too, when one could not be
         self._checksum(part, part.copied)
 
     def num_whole(self, slot: int) -> int:
@@ -133,6 +134,7 @@ class CudaPageCopier:
         part, lease = self._slots[slot], self._slots[slot].lease
         assert isinstance(lease, ReadLease), "fetch() comes first"
         part.checked.synchronize()
+        self._let_go(part)
         found = self._checksums_of(part)
         wrong = next((place for place, expected in enumerate(part.expected) if found[place] != expected), None)
         if wrong is None:
@@ -146,28 +148,31 @@ class CudaPageCopier:
         self._moves.wait_event(part.checked)
         self._kernels.scatter(self._page_numbers(part, pages), part.records, self._moves)
         part.moved.record(self._moves)
+        self._scattered = part.moved
 
     def send(self, slot: int, pages: Sequence[int], lease: WriteLease, numbers: Sequence[int]) -> None:
         """As in PageCopier."""
-        part = self._slots[slot]
-        part.lease, part.numbers, part.bounced = lease, numbers, ()
-        views = [view for number in numbers if (view := lease.view(number)) is not None]
-        if len(views) < len(numbers):  # the lease is over: seal() will say so
+        part = self._take(slot, lease)
+        part.numbers, part.bounced = numbers, ()
+        offsets = [offset for number in numbers if (offset := lease.payload_offset(number)) is not None]
+        if len(offsets) < len(numbers):  # the lease is over: seal() will say so
             return
         self._moves.wait_event(part.copied)
         self._kernels.gather(self._page_numbers(part, pages), part.records, self._moves)
         part.moved.record(self._moves)
         self._checksum(part, part.moved)
         self._copies.wait_event(part.moved)
-        for run, addresses in self._transfers(lease, views):
-            if addresses is None:
-                part.bounced = [*part.bounced, *run]
-                addresses = self._bounce_range(part, run)
-            source = part.records[run.start].data_ptr()
-            for address, num_bytes in addresses:
-                self._dma.copy_out(address, source, num_bytes, self._copies)
-                source += num_bytes
-        part.copied.record(self._copies)
+        try:
+            for run, addresses in self._transfers(part, offsets):
+                if addresses is None:
+                    part.bounced = [*part.bounced, *run]
+                    addresses = self._bounce_range(part, run)
+                source = self._address(part.records, run)
+                for address, num_bytes in addresses:
+                    self._dma.copy_out(address, source, num_bytes, self._copies)
+                    source += num_bytes
+        finally:
+            part.copied.record(self._copies)
 
     def seal(self, slot: int) -> bool:
         """As in PageCopier."""
@@ -181,19 +186,22 @@ class CudaPageCopier:
             assert part.bounce is not None
             np.copyto(np.frombuffer(room, np.uint8), part.bounce[place, : self.page_bytes].numpy())
         part.checked.synchronize()
+        self._let_go(part)
         return all(map(lease.seal, part.numbers, self._checksums_of(part)))
+
+    def drop(self, slot: int) -> None:
+        """As in PageCopier."""
+        part = self._slots[slot]
+        try:
+            for event in (part.moved, part.copied, part.checked):
+                event.synchronize()
+        finally:
+            self._let_go(part)
 
     def settle(self) -> None:
         """As in PageCopier."""
-        try:
-            for stream in (self._copies, self._checks, self._moves):
-                stream.synchronize()
-            for part in self._slots:
-                part.lease = None
-        finally:
-            if self._region is not None:
-                self._dma.memory.give_back(self._region)
-                self._region = None
+        if self._scattered is not None:
+            self._scattered.synchronize()
 
     def close(self) -> None:
         """As in PageCopier."""
@@ -203,6 +211,19 @@ class CudaPageCopier:
         pinned, event = self._dma.pinned, self._dma.event
         size = [self.slot_pages]
         return _Slot(records, pinned(size, torch.int32), event(), event(), pinned(size, torch.int64), event())
+
+    def _take(self, slot: int, lease: ReadLease | WriteLease) -> _Slot:
+        """The slot, with what is needed of the store for as long as something is under way."""
+        part = self._slots[slot]
+        assert part.region is None, "what was begun with a slot is gone on with, or dropped"
+        part.lease, part.region = lease, self._dma.memory.lend(lease.arena)
+        return part
+
+    def _let_go(self, part: _Slot) -> None:
+        """Nothing touches the arena for this slot any more."""
+        region, part.lease, part.region = part.region, None, None
+        if region is not None:
+            self._dma.memory.give_back(region)
 
     def _expected(self, lease: ReadLease, numbers: Sequence[int]) -> list[int]:
         """Checksums that the headers give, up to the first record that is not the one asked for or not a page."""
@@ -226,15 +247,15 @@ class CudaPageCopier:
         checksums: list[int] = part.checksums.numpy().view(np.uint64)[: len(part.numbers)].tolist()
         return checksums
 
-    def _transfers(
-        self, lease: ReadLease | WriteLease, views: Sequence[memoryview]
-    ) -> list[tuple[range, list[tuple[int, int]] | None]]:
+    def _address(self, records: torch.Tensor, run: range) -> int:
+        """Of the first of these records of a slot."""
+        return records.data_ptr() + run.start * self._stride
+
+    def _transfers(self, part: _Slot, offsets: Sequence[int]) -> list[tuple[range, list[tuple[int, int]] | None]]:
         """Records side by side, with the registered ranges that they lie in; None where they cannot be registered."""
-        if self._region is None:
-            self._region = self._dma.memory.lend(lease.arena)
-        firsts = [address_of(view) for view in views]
-        runs = adjacent(firsts, self._stride)
-        return [(run, self._region.pieces(firsts[run.start], self._range_bytes(run))) for run in runs]
+        assert part.region is not None, "_take() comes first"
+        pieces = part.region.pieces
+        return [(run, pieces(offsets[run.start], self._range_bytes(run))) for run in adjacent(offsets, self._stride)]
 
     def _range_bytes(self, run: range) -> int:
         """From the first of these records' first byte to the last one's last."""
@@ -248,12 +269,13 @@ class CudaPageCopier:
     def _bounce_range(self, part: _Slot, run: range) -> list[tuple[int, int]]:
         if part.bounce is None:
             part.bounce = self._dma.pinned(part.records.shape, torch.uint8)
-        return [(part.bounce[run.start].data_ptr(), self._range_bytes(run))]
+        return [(self._address(part.bounce, run), self._range_bytes(run))]
 
-    def _fill_bounce(self, part: _Slot, run: range, views: Sequence[memoryview]) -> None:
+    def _fill_bounce(self, part: _Slot, run: range, lease: ReadLease) -> None:
         """Copy records into pinned memory, as soon as what was in it has left."""
         self._bounce_range(part, run)
         assert part.bounce is not None
         part.copied.synchronize()
         for place in run:
-            np.copyto(part.bounce[place, : self.page_bytes].numpy(), np.frombuffer(views[place], np.uint8))
+            view = lease.view(part.numbers[place])
+            np.copyto(part.bounce[place, : self.page_bytes].numpy(), np.frombuffer(view, np.uint8))

@@ -42,9 +42,6 @@ class SimulatedStream:
         if event.mark is not None:
             self.waiting.append(event.mark)
 
-    def synchronize(self) -> None:
-        self.gpu.run_until(lambda: not self.waiting)
-
 
 class SimulatedGpu:
     """Implements worker.page_copy_cuda.Dma and Kernels for layers in host memory. Of one thread."""
@@ -57,6 +54,8 @@ class SimulatedGpu:
         self.memory = DmaMemory(self._register, self.registered.pop)
         self.num_copies = 0
         self.harm: int | None = None  # the copy that comes out wrong
+        self.refuse_copy: int | None = None  # the one that cannot be queued
+        self.reading: list[tuple[int, int]] = []  # host memory, address and bytes, that queued copies will read
 
     def stream(self) -> SimulatedStream:
         self._streams.append(SimulatedStream(self))
@@ -71,13 +70,14 @@ class SimulatedGpu:
 
     def copy_in(self, target: int, source: int, num_bytes: int, stream) -> None:
         self._check_host(source, num_bytes)
-        self._copy(target, source, num_bytes, stream)
+        self.reading.append((source, num_bytes))
+        self._copy(target, source, num_bytes, stream, lambda: self.reading.remove((source, num_bytes)))
 
     def copy_out(self, target: int, source: int, num_bytes: int, stream) -> None:
         self._check_host(target, num_bytes)
         self._copy(target, source, num_bytes, stream)
 
-    def _copy(self, target: int, source: int, num_bytes: int, stream) -> None:
+    def _copy(self, target: int, source: int, num_bytes: int, stream, has_run=lambda: None) -> None:
         is_harmed = self.harm == self.num_copies - 1
 
         def run() -> None:
@@ -85,23 +85,24 @@ class SimulatedGpu:
             if is_harmed:
                 memory = np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(target))
                 memory ^= 0x10
+            has_run()
 
-        self.queue(stream, run)
+        self.queue(stream, run, "copy")
 
     def gather(self, pages, records, stream) -> None:
-        self.queue(stream, lambda: page_copy.gather(self.layers, pages.tolist(), records))
+        self.queue(stream, lambda: page_copy.gather(self.layers, pages.tolist(), records), "gather")
 
     def scatter(self, pages, records, stream) -> None:
-        self.queue(stream, lambda: page_copy.scatter(self.layers, pages.tolist(), records))
+        self.queue(stream, lambda: page_copy.scatter(self.layers, pages.tolist(), records), "scatter")
 
     def checksum(self, records, num_bytes, checksums, stream) -> None:
         def run() -> None:
             for place, record in enumerate(records.numpy()):
                 checksums.numpy().view(np.uint64)[place] = xxh3_64_intdigest(record[:num_bytes])
 
-        self.queue(stream, run)
+        self.queue(stream, run, "checksum")
 
-    def queue(self, stream: SimulatedStream, operation) -> None:
+    def queue(self, stream: SimulatedStream, operation, work: str = "mark") -> None:
         stream.waiting.append(operation)
         while self._random.random() < 0.3 and self._run_one():
             pass
@@ -136,6 +137,51 @@ class SimulatedGpu:
 
     def _check_host(self, address: int, num_bytes: int) -> None:
         self.num_copies += 1
+        if self.refuse_copy == self.num_copies - 1:
+            raise RuntimeError("refused")
         spans = [*self.registered.items(), *((each.data_ptr(), each.nbytes) for each in self._pinned)]
         inside = [first <= address and address + num_bytes <= first + size for first, size in spans]
         assert any(inside), "a copy engine is sent to memory that is not one registered piece"
+
+
+class TimedEvent:
+    def __init__(self, gpu: TimedGpu) -> None:
+        self._gpu, self.at = gpu, 0.0
+
+    def record(self, stream: TimedStream) -> None:
+        self.at = stream.free_at
+
+    def synchronize(self) -> None:
+        self._gpu.now = max(self._gpu.now, self.at)
+
+
+class TimedStream:
+    def __init__(self) -> None:
+        self.free_at = 0.0
+
+    def wait_event(self, event: TimedEvent) -> None:
+        self.free_at = max(self.free_at, event.at)
+
+
+class TimedGpu(SimulatedGpu):
+    """One on which work takes time, and the host none: tells when everything would have run.
+
+    As streams run in order, and events are recorded before they are waited for, all that is known when it is queued.
+    """
+
+    def __init__(self, layers, durations: dict[str, float]) -> None:
+        super().__init__(layers, 0)
+        self.now, self._durations = 0.0, durations
+        self.spans: dict[str, list[tuple[float, float]]] = {work: [] for work in durations}
+
+    def stream(self) -> TimedStream:
+        return TimedStream()
+
+    def event(self) -> TimedEvent:
+        return TimedEvent(self)
+
+    def queue(self, stream: TimedStream, operation, work: str = "mark") -> None:
+        operation()
+        start = max(self.now, stream.free_at)
+        stream.free_at = start + self._durations[work]
+        self.spans[work].append((start, stream.free_at))

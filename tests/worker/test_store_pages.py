@@ -14,112 +14,43 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from local_store import (
+    NUM_PAGES,
+    LocalStore,
+    NoClose,
+    digests_of,
+    gpu_copier,
+    identity_of,
+    layouts,
+    page_bytes,
+    random_cache,
+)
 from simulated_gpu import SimulatedGpu
 
-from kvstore.client_leases import Arrival, ReadLease, WriteLease
 from kvstore.keys import KVBlock
-from kvstore.record import slot_bytes_for
-from kvstore.service import KVService
-from kvstore.settings import KVServiceConfig
 from scheduler.plan import KVMove, MoveKind
-from worker import dma_memory, store_pages
+from worker import dma_memory, store_loads
 from worker.kernels import page_copy
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.page_copy import CpuPageCopier
-from worker.page_copy_cuda import CudaPageCopier
-from worker.store_keys import PageIdentity
 from worker.store_pages import PageMover
 
 torch.set_num_threads(1)
-
-NUM_PAGES = 24
-
-
-class LocalStore:
-    """A KVService as a client shows it, without transport. `spoil` may do as it likes to what is leased."""
-
-    def __init__(self, cpu_bytes: int = 1 << 20) -> None:
-        self.service = KVService(KVServiceConfig(cpu_bytes))
-        self.now = 0.0
-        self.corrupt: list[bytes] = []
-        self.spoil = lambda blocks: blocks
-        self.is_dead = False
-
-    def acquire(self, keys, wait_s=0.0):
-        acquired = self.service.acquire(keys)
-        if self.is_dead or not acquired.blocks:
-            return None
-        arrival = self._arrival(acquired.lease_id)
-        return ReadLease(arrival, self.spoil(acquired.blocks), lambda key, is_over: self.corrupt.append(key))
-
-    def reserve(self, keys, payload_bytes):
-        reserved = self.service.reserve(keys, payload_bytes)
-        if self.is_dead:
-            return None
-        arrival = self._arrival(reserved.lease_id)
-        return WriteLease(arrival, tuple(keys), reserved.offsets, payload_bytes, self.service.commit)
-
-    def close(self) -> None:
-        self.service.check_integrity()
-        assert self.service.stats()["leases"] == 0
-        assert self.service.close()
-
-    def slot(self, block: KVBlock) -> memoryview:
-        return self.service.arena.slot(block.offset, slot_bytes_for(block.payload_bytes))
-
-    def _arrival(self, lease_id: int) -> Arrival:
-        return Arrival(self.service.arena.view, lease_id, self.now + 10.0, lambda: self.now, self.service.release)
-
-
-@st.composite
-def layouts(draw) -> tuple[KVCacheShape, torch.dtype]:
-    sizes = [draw(st.integers(1, most)) for most in (3, 2, 5, 4)]
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-    return KVCacheShape(sizes[0], NUM_PAGES, sizes[1], sizes[2], 2 * sizes[3]), dtype
-
-
-def random_cache(shape: KVCacheShape, dtype: torch.dtype, seed: int) -> KVCache:
-    cache = KVCache(shape, dtype, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(seed)
-    for layer in cache.layers:
-        layer.view(torch.uint8).random_(0, 256, generator=generator)
-    return cache
-
-
-def page_bytes(cache: KVCache, page: int) -> bytes:
-    return b"".join(layer[:, page].contiguous().view(torch.uint8).numpy().tobytes() for layer in cache.layers)
 
 
 @contextmanager
 def mover_of(cache: KVCache, store, kind: str, seed: int = 0, slot_pages: int = 1, num_slots: int = 1):
     """A mover of either kind; staging as small as asked, so that slots are used again and again."""
-    dtype = str(cache.layers[0].dtype).removeprefix("torch.")
-    identity = PageIdentity(b"m" * 32, dtype, cache.shape, 0, 1)
-    copiers = []
-    for direction in range(2):
-        if kind == "cpu":
-            copiers.append(CpuPageCopier(cache, slot_pages, num_slots))
-        else:
-            gpu = SimulatedGpu(cache.layers, seed + direction, refuse=kind == "bounced")
-            record_bytes = slot_bytes_for(cache.shape.elements_per_page * cache.layers[0].element_size())
-            staging = torch.zeros(num_slots, slot_pages, record_bytes, dtype=torch.uint8)
-            copiers.append(CudaPageCopier(cache, staging, gpu, gpu))
-    mover = PageMover(*copiers, identity, NoClose(store))
+    if kind == "cpu":
+        copiers = [CpuPageCopier(cache, slot_pages, num_slots) for _ in range(2)]
+    else:
+        gpus = [SimulatedGpu(cache.layers, seed + direction, kind == "bounced") for direction in range(2)]
+        copiers = [gpu_copier(cache, gpu, slot_pages, num_slots) for gpu in gpus]
+    mover = PageMover(*copiers, identity_of(cache), NoClose(store))
     try:
         yield mover
     finally:
         mover.close()
-
-
-class NoClose:
-    """The store outlives a mover here."""
-
-    def __init__(self, store) -> None:
-        self.acquire, self.reserve = store.acquire, store.reserve
-        self.num_faults = self.num_trips = 0
-
-    def close(self) -> None:
-        pass
 
 
 def run(mover: PageMover, kind: MoveKind, pages, digests) -> int:
@@ -129,10 +60,6 @@ def run(mover: PageMover, kind: MoveKind, pages, digests) -> int:
     assert [result.number for result in results] == [7]
     assert results[0].run_s > 0
     return results[0].num_pages
-
-
-def digests_of(pages) -> list[bytes]:
-    return [b"d%031d" % page for page in pages]
 
 
 COPIERS = ["cpu", "registered", "bounced"]
@@ -148,7 +75,7 @@ def small_pieces(monkeypatch):
 @pytest.fixture(autouse=True)
 def small_leases(monkeypatch):
     """So that a load needs several."""
-    monkeypatch.setattr(store_pages, "LEASE_PAGES", 4)
+    monkeypatch.setattr(store_loads, "LEASE_PAGES", 4)
 
 
 @pytest.mark.parametrize("copier", COPIERS)
@@ -342,9 +269,8 @@ def test_a_save_of_blocks_side_by_side_is_one_transfer_a_slot(monkeypatch):
     monkeypatch.setattr(dma_memory, "PIECE_BYTES", 1 << 20)
     store, cache = LocalStore(), random_cache(KVCacheShape(2, NUM_PAGES, 2, 4, 8), torch.float16, 1)
     gpus = [SimulatedGpu(cache.layers, seed) for seed in range(2)]
-    staging = torch.zeros(2, 3, 8, slot_bytes_for(cache.shape.elements_per_page * 2), dtype=torch.uint8)
-    copiers = [CudaPageCopier(cache, part, gpu, gpu) for part, gpu in zip(staging, gpus)]
-    mover = PageMover(*copiers, PageIdentity(b"m" * 32, "float16", cache.shape, 0, 1), NoClose(store))
+    copiers = [gpu_copier(cache, gpu, slot_pages=8, num_slots=3) for gpu in gpus]
+    mover = PageMover(*copiers, identity_of(cache), NoClose(store))
     for kind in (MoveKind.STORE, MoveKind.LOAD):
         assert run(mover, kind, range(NUM_PAGES), digests_of(range(NUM_PAGES))) == NUM_PAGES
     assert [gpu.num_copies for gpu in gpus] == [3, 3]
