@@ -68,7 +68,7 @@ class _Part:
 
 
 class PageLoads:
-    """All loads of a rank. Added by whatever thread, carried out by one."""
+    """All loads of a rank. They are added in whatever thread, and carried out in one."""
 
     def __init__(
         self,
@@ -79,7 +79,8 @@ class PageLoads:
     ) -> None:
         """on_end: told a move, how many leading pages it has loaded, and the seconds that this took."""
         self._copier, self._identity, self._store, self._on_end = copier, identity, store, on_end
-        self._asking = ThreadPoolExecutor(2, "kv-asking")  # for the load that is under way, and for the next one
+        # For the load that is under way, for the next one, and to give back: a call takes a millisecond.
+        self._calls = ThreadPoolExecutor(3, "kv-calls")
         self._lock = threading.Lock()
         self._waiting: deque[_Load] = deque()  # that have not begun; shared, by the lock
         self._begun: deque[_Load] = deque()  # that have not ended: only the last one may have more to fetch
@@ -109,7 +110,7 @@ class PageLoads:
 
     def close(self) -> None:
         """Nothing waits or is under way."""
-        self._asking.shutdown()
+        self._calls.shutdown()
 
     def _parts(self) -> Iterator[_Part | None]:
         """Of one load after the other; None when there is only what is under way to go on with, for now."""
@@ -165,7 +166,7 @@ class PageLoads:
             keys = [self._identity.key(digest) for digest in load.move.digests[batch.start : batch.stop]]
             return self._store.acquire(keys, max(0.0, wait_s))
 
-        load.answers.append(self._asking.submit(ask))
+        load.answers.append(self._calls.submit(ask))
 
     def _fill(self, part: _Part) -> None:
         slot = self._free.popleft()
@@ -215,7 +216,7 @@ class PageLoads:
             # Its turn began when the load before it had ended, whatever was fetched until then.
             turn_s, self._last_end_s = max(load.began_s, self._last_end_s), time.monotonic()
             self._on_end(load.move, load.num_pages, self._last_end_s - turn_s)
-            load.give_back()  # only now: a request may wait for the result
+            self._calls.submit(load.give_back)  # only now: a request may wait for the result
 
 
 def parts_of(length: int, most: int) -> list[range]:

@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import Future
 from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,14 +50,17 @@ def small_sizes(monkeypatch):
 
 
 class LateAnswers:
-    """Stands for the threads that ask: an answer comes when it has been looked for often enough, or is waited for."""
+    """Stands for threads that call the store: an answer comes when it was looked for often enough, or is waited for."""
 
-    def __init__(self, seed: int | None = None) -> None:
-        self._random, self._answers = None if seed is None else random.Random(seed), []
+    def __init__(self, num_looks) -> None:
+        """How often, of each answer anew."""
+        self._num_looks, self._answers = num_looks, []
 
     def submit(self, ask) -> LateAnswer:
-        self._answers.append(LateAnswer(ask, self._random.randrange(4) if self._random else 0))
-        return self._answers[-1]
+        answer = LateAnswer(ask, self._num_looks())
+        self._answers.append(answer)
+        answer.done()
+        return answer
 
     def shutdown(self) -> None:
         for answer in self._answers:
@@ -100,12 +104,12 @@ def page_size(cache: KVCache) -> int:
 class Loading:
     """Loads into a cache on a simulated GPU, in this thread; none is told whole before it is."""
 
-    def __init__(self, saved: KVCache, loaded: KVCache, copier, store, seed: int | None = None) -> None:
+    def __init__(self, saved: KVCache, loaded: KVCache, copier, store, num_looks=lambda: 0) -> None:
         self._saved, self._loaded = saved, loaded
         self.ended: dict[int, int] = {}
         self.loads = PageLoads(copier, identity_of(loaded), store, self._on_end)
-        self.loads._asking.shutdown()
-        self.loads._asking = LateAnswers(seed)
+        self.loads._calls.shutdown()
+        self.loads._calls = LateAnswers(num_looks)
         self.before = {page: page_bytes(loaded, page) for page in range(NUM_PAGES)}
         self.targets: dict[int, dict[int, int]] = {}  # by move: the page that is loaded, by the one that was saved
 
@@ -184,6 +188,23 @@ def test_a_wrong_record_harms_no_load_that_is_under_way_with_it():
     store.close()
 
 
+def test_a_load_ends_while_the_store_has_not_answered_for_the_next():
+    saved, loaded = random_cache(*LAYOUT, 1), random_cache(*LAYOUT, 2)
+    store, gpu = filled_store(saved), SimulatedGpu(loaded.layers, 3)
+    copier = gpu_copier(loaded, gpu, num_slots=3)
+    loading = Loading(saved, loaded, copier, store, lambda: 1000)  # so that only waiting helps
+    ended, acquire = [], store.acquire
+    store.acquire = lambda *question: (ended.append(dict(loading.ended)), acquire(*question))[1]
+    loading.add([0, 1, 2, 3])
+    loading.add([4, 5, 6, 7])
+    loading.loads.run()
+    assert ended == [{}, {0: 4}]
+    assert loading.ended == {0: 4, 1: 4}
+    loading.close()
+    copier.close()
+    store.close()
+
+
 def block_of(store: LocalStore, cache: KVCache, page: int) -> KVBlock:
     with store.acquire([identity_of(cache).key(digest) for digest in digests_of([page])]) as lease:
         return lease.blocks[0]
@@ -194,12 +215,13 @@ def test_a_store_that_is_started_anew_between_two_loads_is_read_by_the_second_on
     stores, gpu = [filled_store(saved), filled_store(saved)], SimulatedGpu(loaded.layers, 3)
     copier = gpu_copier(loaded, gpu, num_slots=3)
     loading = Loading(saved, loaded, copier, stores[0])
+    asked = iter(stores)
+    loading.loads._store = SimpleNamespace(acquire=lambda *question: next(asked).acquire(*question))
     registered = []
     fetch = copier.fetch
 
     def fetching(slot, lease, numbers):
         fetch(slot, lease, numbers)
-        loading.loads._store = stores[1]
         registered.append([any(inside(store, address) for address in gpu.registered) for store in stores])
         if len(registered) == 4:  # the last of the first load
             gpu.memory.forget(stores[0].service.arena.view)
@@ -315,7 +337,7 @@ def test_whatever_happens_to_some_loads_pages_hold_what_was_saved_or_are_as_they
     copier = gpu_copier(loaded, gpu, data.draw(st.integers(1, 3)), data.draw(st.integers(1, 4)))
     for store in stores:
         store.on_release = lambda blocks, store=store: check_nothing_reads(gpu, store, blocks)
-    loading = Loading(saved, loaded, copier, stores[0], seed)
+    loading = Loading(saved, loaded, copier, stores[0], lambda: data.draw(st.integers(0, 3)))
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
     sources, targets = (iter(random.Random(seed + n).sample(range(NUM_PAGES), NUM_PAGES)) for n in range(2))
     gpu.refuse_copy = data.draw(st.none() | st.integers(0, 20))
