@@ -12,7 +12,9 @@ import torch
 
 from worker.kernels import reference
 
-GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
+TILE_COLUMNS = 256  # of the persistent GEMM: it sums a row's squares tile by tile
+# Gate and up rows alternate in blocks of this many where the FFN's width divides by it: half of a tile is the gate.
+GATE_BLOCK = TILE_COLUMNS // 2
 MAX_VOCAB = (1 << 19) - 1  # the sampler adds up a weight of at most 2^44 for each token in 63 bits
 
 
@@ -37,7 +39,7 @@ class Norm:
     @staticmethod
     def num_parts(columns: int) -> int:
         """Parts that there must be room for."""
-        return -(-columns // 256)
+        return -(-columns // TILE_COLUMNS)
 
 
 class KernelSet(Protocol):

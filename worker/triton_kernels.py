@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from worker.kernel_set import ANY_WAY, How, Norm
+from worker.kernel_set import ANY_WAY, GATE_BLOCK, How, Norm
 
 # Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`) are
 # ahead with few rows, where a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and
@@ -115,7 +115,7 @@ class TritonKernels:
         how: How = ANY_WAY,
         norm: Norm | None = None,
     ) -> None:
-        if (norm or how != ANY_WAY) and block != self._gemm.GATE_BLOCK:
+        if (norm or how != ANY_WAY) and block != GATE_BLOCK:
             self.linear(x, w, None, both, how, norm)
             self._elementwise.silu_mul(both, out, block)
             return
@@ -132,9 +132,9 @@ class TritonKernels:
         if self._choice.is_skinny(rows, depth) and block % 64 == 0:
             tile = self._choice.skinny_tile(rows, columns // 2, depth)
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
-        elif rows <= 64 and block == self._gemm.GATE_BLOCK:
+        elif rows <= 64 and block == GATE_BLOCK:
             self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True, tile=self._gemm.LOW_TILE)
-        elif block != self._gemm.GATE_BLOCK:
+        elif block != GATE_BLOCK:
             cublas()
         else:  # with SiLU·mul at its end the persistent kernel may win from here on
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
