@@ -35,6 +35,7 @@ from worker.schedule_sets import ScheduleRules, ScheduleSets
 from worker.sharding import shard
 from worker.triton_kernels import TritonKernels
 from worker.weights import DUMMY_SCALE, DummySource, Progress, SafetensorsSource, TensorPart
+from worker.work_lists import prefill_tokens
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class _Loader:
             slots=config.max_slots,
             page_size=config.page_size,
             pages_per_slot=-(-self._max_len // config.page_size),
-            prefill_tokens=64 >> (group - 1).bit_length(),
+            prefill_tokens=prefill_tokens(group),
             decode_target=max(1, 4 * 132 // spec.num_kv_heads) * 2,
         )
         self._page_bytes = self._shape(1).elements_per_page * self._dtype.itemsize
