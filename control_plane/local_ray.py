@@ -101,6 +101,8 @@ def _guard(num_cpus: int, folder: Path) -> subprocess.Popen[bytes]:
         stdout=subprocess.PIPE,
         env={
             "RAY_START_HOOK": f"{__name__}.leave_out",
+            # What actors have started ends when their pipes do, and clears up: Ray would kill it before that.
+            "RAY_kill_child_processes_on_worker_exit": "false",
             **os.environ,
             "TMPDIR": str(folder),  # whatever its processes leave behind goes with it
         },

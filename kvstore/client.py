@@ -209,15 +209,21 @@ class KVClient:
         with self._lock:
             if self._attached is not None:
                 return self._attached
-        answer = self._call(self._stub.Attach, kvstore_pb2.AttachRequest(), attach_problem)
+        mapped: list[Mapping] = []
+
+        def problem(answer: Any) -> str | None:
+            wrong = attach_problem(answer)
+            if wrong is None:
+                try:
+                    mapped.append(Mapping.open(answer.arena_path, answer.arena_bytes))
+                except (OSError, ValueError) as error:
+                    wrong = f"the arena cannot be mapped ({error}): engine and store must share /dev/shm"
+            return wrong
+
+        answer = self._call(self._stub.Attach, kvstore_pb2.AttachRequest(), problem)
         if answer is None:
             return None
-        try:
-            mapping = Mapping.open(answer.arena_path, answer.arena_bytes)
-        except (OSError, ValueError) as error:
-            self._failed("garbage", f"the arena cannot be mapped: {error}")
-            return None
-        attached = _Attached(answer.boot_id, mapping, answer.lease_s, answer.max_payload_bytes)
+        attached = _Attached(answer.boot_id, mapped[0], answer.lease_s, answer.max_payload_bytes)
         with self._lock:
             if self._attached is not None and self._attached.boot_id == attached.boot_id:
                 return self._attached  # another thread was sooner: one mapping for all

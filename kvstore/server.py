@@ -98,6 +98,9 @@ class StoreServer:
         """See that the socket is nobody else's, alive or dead; its address."""
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(path.lstat().st_mode):
+                    raise StoreError(f"{path} is there and is no socket: name a path where nothing is")
             folder = path.parent.stat()
             if folder.st_uid != os.geteuid() or stat.S_IMODE(folder.st_mode) & 0o077:
                 raise StoreError(f"{path.parent} must be this user's own and closed to others: chmod 700")

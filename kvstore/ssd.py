@@ -15,6 +15,7 @@ import fcntl
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,7 +48,9 @@ COUNTERS = (
     "ssd_discarded",  # rows of the index whose records could not be there
 )
 _SUSPENSION_S = 5.0  # after a failed write: a full or read-only disk stays so for a while
+_MAX_BEHIND = 16384  # rows that could not be written and are tried again, each half second
 _SMALL_FILES_BYTES = 16 * 1024  # locks
+_MAX_SEQUENCE = 1 << 62  # what a row may say: more are to follow, and still fit in
 _LOCK, _SEGMENT = "lock", re.compile(r"segment-\d{6,}\.kv")  # names of our files
 
 
@@ -118,14 +121,20 @@ class SsdTier:
                 self._residents.lru.touch(handle)
             return handle is not None
 
+    def drop(self, key: bytes) -> None:
+        """Forget the key, if it is here."""
+        with self._lock:
+            handle = self._residents.find(key)
+            if handle is not None:
+                self._changed[key] = None
+                self._residents.drop(handle)
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
-            for key in self._residents.lru.keys_oldest_first():
-                handle = self._residents.find(key)
-                assert handle is not None
-                self._changed[key] = None
-                self._residents.drop(handle)
+            keys = self._residents.lru.keys_oldest_first()
+        for key in keys:
+            self.drop(key)
 
     def read(self, key: bytes, into: memoryview) -> bool:
         """Fill a slot's bytes with the key's record, verified; False if there is none, and a bad one is dropped."""
@@ -211,8 +220,14 @@ class SsdTier:
             self._num_saving = len(changed)
             rows = [row for key in changed if (row := self._row(key)) is not None]
         gone = changed.keys() - {row.key for row in rows}
+        was_new = self._index.is_new
         if changed and not self._index.write(rows, gone):
             self._counters.add("ssd_index_errors")
+            with self._lock:
+                if self._index.is_new and not was_new:
+                    self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
+                elif len(changed) <= _MAX_BEHIND:
+                    self._changed = {**changed, **self._changed}
         self._num_saving = 0
         with suppress(OSError):
             self._remove_stale()
@@ -224,6 +239,8 @@ class SsdTier:
         with self._lock:
             self._changed.update(dict.fromkeys(self._residents.lru.keys_oldest_first()))
         self.save_index()
+        if self.num_unsaved:  # it was full of old versions, and has been begun anew
+            self.save_index()
         self._index.close()
         self._files.close()
         os.close(self._lock_descriptor)
@@ -283,11 +300,11 @@ class SsdTier:
     def _restore(self) -> None:
         """Take over what index and folder agree on; files beyond that are removed or cut."""
         found = [path for path in self.folder.iterdir() if _SEGMENT.fullmatch(path.name)]
-        sizes = {path: path.stat().st_size for path in found}
+        sizes = {path: _file_bytes(path) for path in found}
         kept: list[tuple[Row, int]] = []
-        for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot)):
+        for row in sorted(self._index.load(), key=lambda row: (row.segment, row.slot, -row.sequence)):  # newest first
             in_file = (row.slot + 1) * row.slot_bytes <= sizes.get(self._path(row.segment), 0)
-            sound = in_file and slot_bytes_for(row.payload_bytes) == row.slot_bytes
+            sound = in_file and slot_bytes_for(row.payload_bytes) == row.slot_bytes and row.sequence <= _MAX_SEQUENCE
             offset = self._residents.slabs.take(row.segment, row.slot, row.slot_bytes) if sound else None
             if offset is None:
                 self._changed[row.key] = None
@@ -309,6 +326,15 @@ class SsdTier:
                     self._files.remove(self.folder / name)
                 elif size > known[name]:
                     self._files.truncate(self.folder / name, known[name])
+
+
+def _file_bytes(path: Path) -> int:
+    """Size of a file of our own; 0 for what is none, or cannot be looked at."""
+    with suppress(OSError):
+        facts = path.lstat()
+        if stat.S_ISREG(facts.st_mode):
+            return facts.st_size
+    return 0
 
 
 def _own(folder: Path) -> int:

@@ -1,7 +1,8 @@
 """Where the SSD tier's records lie, kept in LMDB so that a restart finds them. Never trusted: records name their keys.
 
 An index that cannot be opened, or in whose loading the last process died, is thrown away; with it go the records,
-which are computed again. Every failure is False or an empty answer. Knows nothing of segments but their numbers.
+which are computed again. One that shows to be harmed when it is written, or is full, is begun anew and needs all rows
+again. Every failure is False or an empty answer. Knows nothing of segments but their numbers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _LOCK_FILE = FILE + "-lock"
 _LOADING = "index.loading"  # there while an index is loaded
 _ROW = struct.Struct("<IIQQQ")  # segment, slot, slot bytes, payload bytes, sequence
 _MIN_BYTES = 256 * 1024
+_HARMED = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.IncompatibleError, lmdb.PanicError)  # and stays so
 _META_PAGE_BYTES = 4096
 _META = struct.Struct("<16x24xI92xQQ")  # of LMDB's two first pages: bytes of a page, last page, transaction
 
@@ -52,6 +54,7 @@ class SsdIndex:
         self._folder = folder
         self._max_bytes = max_bytes
         self._environment: lmdb.Environment | None = None
+        self.is_new = False  # begun anew, and without rows since
 
     def load(self) -> list[Row]:
         """Open, and read everything. Empty, and starting anew, if that cannot be done."""
@@ -85,7 +88,11 @@ class SsdIndex:
                     transaction.put(row.key, packed)
         except (lmdb.Error, OSError) as error:
             log.warning("the index in %s cannot be written: %s", self._folder, error)
+            # What is full of old versions of its pages, or says so wrongly, has room again when begun anew.
+            if isinstance(error, _HARMED) or (isinstance(error, lmdb.MapFullError) and not self.is_new):
+                self._begin_anew()
             return False
+        self.is_new = False
         return True
 
     def close(self) -> None:
@@ -130,6 +137,11 @@ class SsdIndex:
         metas = [_META.unpack_from(head, start) for start in (0, _META_PAGE_BYTES)]
         page_bytes, last_page, _ = max(metas, key=lambda meta: meta[2])
         return bool((last_page + 1) * page_bytes > found)
+
+    def _begin_anew(self) -> None:
+        self.close()
+        self._discard()
+        self.is_new = self._open_and_read() is not None
 
     def _discard(self) -> None:
         for name in (FILE, _LOCK_FILE):

@@ -42,6 +42,7 @@ Slots = Callable[[int, int], memoryview]  # offset and bytes to the arena's byte
 class _Load:
     """Records that one reader brings from SSD to their room in the CPU tier."""
 
+    num_clears: int  # when it began
     keys: list[KVKey] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     payload_bytes: list[int] = field(default_factory=list)
@@ -70,6 +71,7 @@ class Tiers:
         self._ssd_after_hits = ssd_after_hits
         self._lock = lock
         self._counters = counters
+        self._num_clears = 0
         self._demoting: set[bytes] = set()
         self._loading: dict[bytes, Future[None]] = {}
         # One writer, as the SSD tier wants it; it is the disk that bounds what is written.
@@ -113,7 +115,7 @@ class Tiers:
         A future ends with its record's load, which may have failed; records that are read together share one.
         """
         futures: list[Future[None]] = []
-        load = _Load()
+        load = _Load(self._num_clears)
         for key in keys:
             if key in self._loading:
                 futures.append(self._loading[key])
@@ -121,7 +123,7 @@ class Tiers:
             if load.num_bytes >= _JOB_BYTES:
                 if not self._begin_load(load):
                     return futures[: futures.index(load.done)]
-                load = _Load()
+                load = _Load(self._num_clears)
             if not self._make_room(load, key):
                 break
             futures.append(load.done)
@@ -137,7 +139,8 @@ class Tiers:
         return handle is not None
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything, also what is being copied or loaded."""
+        self._num_clears += 1
         for key in self.cpu.lru.keys_oldest_first():
             self.drop(KVKey(key))
         if self.ssd is not None:
@@ -200,13 +203,15 @@ class Tiers:
             if handle is None or not self.cpu.hold(handle):
                 self._counters.add("demotions_late")
                 return
-            payload_bytes = self.cpu.payload_bytes(handle)
+            num_clears, payload_bytes = self._num_clears, self.cpu.payload_bytes(handle)
             slot = self._slots(self.cpu.offset(handle), slot_bytes_for(payload_bytes))
         try:
             self.ssd.write(key, slot, payload_bytes)
         finally:
             with self._lock:
                 self.cpu.unhold(handle)
+                if num_clears < self._num_clears:
+                    self.ssd.drop(key)
 
     def _make_room(self, load: _Load, key: KVKey) -> bool:
         """Add the key to a load; False if it is not on SSD, or the CPU tier has no room."""
@@ -247,7 +252,7 @@ class Tiers:
             with self._lock:
                 for key, offset, payload_bytes, is_good in zip(load.keys, load.offsets, load.payload_bytes, whole):
                     del self._loading[key]
-                    if is_good:
+                    if is_good and load.num_clears == self._num_clears:
                         self._publish(key, offset, payload_bytes)
                     else:
                         self.cpu.cancel(offset)

@@ -77,9 +77,12 @@ def fingerprint(folder: Path, dummy_seed: int | None = None) -> bytes:
 
 
 def _kept_digest(path: Path) -> bytes:
-    """Of a file's bytes; kept in the user's cache folder for this very file, size and time of change."""
+    """Of a file's bytes; kept in the user's cache folder for this very file, size and time of change.
+
+    Not the time of modification, which tools that copy files set back.
+    """
     facts = path.stat()
-    place = f"{path.resolve()} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
+    place = f"{path.resolve()} {facts.st_ino} {facts.st_size} {facts.st_ctime_ns}"
     kept = _cache_folder() / hashlib.sha256(place.encode()).hexdigest()
     with suppress(OSError):
         digest = kept.read_bytes()

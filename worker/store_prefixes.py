@@ -99,13 +99,14 @@ class StorePrefixes:
         """Where the leading pages lie that are there for all ranks: the slowest tier of any rank."""
         found: list[list[Tier]] = []
         for identity in self._identities:
+            if not self._is_open(ticket):  # nobody waits any more, but others do
+                return ()
             keys = [identity.key(digest) for digest in digests]
             tiers = self._store.lookup(keys)
             if not tiers:
                 return ()
             found.append(tiers)
-            if self._is_open(ticket):
-                self._hold(ticket, keys[: len(tiers)], tiers)
+            self._hold(ticket, keys[: len(tiers)], tiers)
         return tuple(StoreTier(max(tiers)) for tiers in zip(*found))
 
     def _hold(self, ticket: int, keys: list[KVKey], tiers: list[Tier]) -> None:

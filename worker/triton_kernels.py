@@ -153,9 +153,8 @@ class TritonKernels:
         _, _, page_size, head_dim = k.shape
         cuda = self._decode_cuda.VARIANTS.get(variant) if self._has_cuda else None
         if cuda and self._decode_cuda.fits(head_dim, group, page_size, k.dtype, cuda):
-            self._decode_cuda.decode_attention(
-                q, k, v, table, units, span, ticket, self._workspace, out, group=group, sms=sms, variant=cuda
-            )
+            tensors = q, k, v, table, units, span, ticket, self._workspace, out
+            self._decode_cuda.decode_attention(*tensors, group=group, sms=sms, variant=cuda, helps=how.helps)
             return
         per_sm, warps = DECODE_VARIANTS.get(variant, DECODE_VARIANTS["4x4"])
         blocks = per_sm * sms

@@ -33,6 +33,11 @@ def stores() -> list[psutil.Process]:
     ]
 
 
+def arenas() -> list[Path]:
+    """Memory of such stores."""
+    return [path for path in Path("/dev/shm").glob("nanoflow-kv-*") if path.stat().st_size == CPU_BYTES]
+
+
 def until(condition: Callable[[], object], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -91,6 +96,21 @@ def test_a_store_of_its_own_is_used_started_again_and_gone_at_the_end(model, tmp
         process.kill()
         process.wait(20)
     assert until(lambda: not stores())
+
+
+def test_with_a_server_that_is_killed_its_store_goes_and_leaves_nothing(model):
+    flags = ["--port", "0", "--metrics-port", "0", "--num-threads", "1", "--kv-cache-memory-bytes", str(8 << 20)]
+    process, _, _ = start_server(model, *flags, "--kv-store-cpu-bytes", str(CPU_BYTES))
+    try:
+        (store,) = stores()
+        socket = Path(store.cmdline()[store.cmdline().index("--socket") + 1])
+        assert arenas()
+    finally:
+        process.kill()
+        process.wait(20)
+    assert until(lambda: not stores())
+    assert not arenas()
+    assert not socket.parent.exists()
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,17 @@ def test_arenas_that_cannot_be_are_not_mapped(liar, attach):
     assert liar.client.counters["garbage"] == 2
 
 
+def test_a_store_whose_arena_cannot_be_mapped_is_not_used_for_a_while_and_that_is_said(tmp_path, liar, caplog):
+    liar.attach = {"arena_path": "/dev/shm/nanoflow-kv-not-there"}
+    client = KVClient(ClientConfig(f"unix:{tmp_path}/liar.sock", call_timeout_s=2.0))
+    assert not any(client.put(key, payload_for(key)) for key in KEYS)
+    assert client.is_off
+    assert client.counters["calls"] == client.counters["garbage"] == BreakerConfig().failures
+    client.close()
+    (warning,) = caplog.records
+    assert "must share /dev/shm" in warning.getMessage()
+
+
 def test_a_link_instead_of_an_arena_is_not_followed(liar, tmp_path):
     link = tmp_path / "nanoflow-kv-link"
     link.symlink_to(liar.arena.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 from pathlib import Path
 
@@ -146,10 +147,21 @@ async def test_a_port_that_is_taken_is_a_users_error(serve):
 async def test_a_dead_ones_socket_is_replaced(serve, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
-    (folder / "kv.sock").touch()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "kv.sock"))
     address = await serve(socket=folder / "kv.sock")
     async with grpc.aio.insecure_channel(address) as channel:
         assert (await codes(channel))["Stats"] == "OK"
+
+
+async def test_a_file_where_the_socket_should_be_is_not_replaced(serve, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(StoreError, match="no socket"):
+        await serve(socket=folder / "notes.txt")
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert (folder / "notes.txt").read_text() == "mine"
 
 
 @pytest.mark.parametrize("keys", [[b""], [b"x" * 129], [b"k"] * 16385], ids=["empty", "too long", "too many"])

@@ -211,6 +211,46 @@ def test_a_flush_leaves_leased_records_readable(make, tmp_path):
     assert get(service, b"key")[0] == b"anew" * 10
 
 
+class HeldFiles(Files):
+    """A disk that waits in the middle of everything until it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_busy, self.let_go = threading.Event(), threading.Event()
+
+    def read(self, path, offset, *into):
+        self.is_busy.set()
+        assert self.let_go.wait(10)
+        return super().read(path, offset, *into)
+
+    def write(self, path, offset, data):
+        self.is_busy.set()
+        assert self.let_go.wait(10)
+        super().write(path, offset, data)
+
+
+def test_a_flush_also_forgets_what_is_being_copied_or_loaded(make, tmp_path):
+    files = HeldFiles()
+    service = make(files, ssd_dir=tmp_path / "ssd", ssd_bytes=1 << 20, ssd_after_hits=0)
+    put(service, b"k", payload_for(b"k"))
+    assert files.is_busy.wait(10)
+    service.flush()
+    files.let_go.set()
+    service.tiers.finish()
+    assert service.lookup([b"k"]) == []
+    put(service, b"k", payload_for(b"k"))
+    service.tiers.finish()
+    service.tiers.drop(b"k")
+    files.is_busy.clear()
+    files.let_go.clear()
+    assert service.prefetch([b"k"]) == 1
+    assert files.is_busy.wait(10)
+    service.flush()
+    files.let_go.set()
+    service.tiers.finish()
+    assert service.lookup([b"k"]) == []
+
+
 def test_threads_get_right_bytes_and_leave_nothing_behind(make, tmp_path):
     service = make(ssd_dir=tmp_path, ssd_bytes=1 << 20, ssd_after_hits=1)
     wrong: list[bytes] = []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import mmap
 import os
 import random
 import shutil
 import stat
+import struct
 import subprocess
 from collections import OrderedDict
 from contextlib import suppress
 
+import lmdb
 import pytest
 from store_calls import Clock
 
@@ -366,6 +369,109 @@ def test_a_harmed_index_costs_the_records_only(folder, harm):
     assert all(map(tier.put, keys(40)))
     tier.stop()
     assert all(map(Tier(folder).get, keys(40)))
+
+
+def test_an_index_that_shows_to_be_harmed_when_it_is_written_is_begun_anew(folder):
+    for number in range(8):  # rows that come and go: LMDB keeps a list of free pages
+        tier = Tier(folder)
+        assert all(map(tier.put, keys(100, f"round-{number}")))
+        tier.stop()
+    page = lmdb_page_of_free_list(folder / "index.mdb")
+    with (folder / "index.mdb").open("r+b") as file:
+        file.seek(page * 4096 + 10)
+        file.write(b"\0\0")  # the kind of page: none
+    tier = Tier(folder)
+    found = [key for number in range(8) for key in keys(100, f"round-{number}") if tier.get(key)]
+    assert len(found) > CAPACITY // 2
+    assert tier.put(b"new")
+    tier.ssd.save_index()
+    assert tier.counters["ssd_index_errors"] == 1
+    tier.ssd.save_index()  # all of them
+    assert tier.counters["ssd_index_errors"] == 1
+    copy = folder.with_name("copy")
+    shutil.copytree(folder, copy)  # as a kill leaves it
+    tier.stop()
+    after = Tier(copy)
+    assert sum(map(after.get, [*found, b"new"])) >= len(found)
+    after.stop()
+
+
+def test_a_full_index_is_begun_anew_and_has_all_rows_that_there_are(folder):
+    """Small records in a small folder, by which old versions of the index's pages take more room than it has."""
+    budget = 16 << 20
+    tier = Tier(folder, budget=budget)
+    names = [hashlib.blake2b(key, digest_size=48).digest() for key in keys(4000)]
+    for number, name in enumerate(names):
+        assert tier.put(name, 7000)
+        if number % 400 == 0:
+            tier.ssd.save_index()
+    assert tier.counters["ssd_index_errors"]
+    tier.ssd.save_index()
+    num_records = tier.ssd.num_records
+    tier.stop()
+    assert disk_bytes(folder) <= budget
+    assert Tier(folder, budget=budget).ssd.num_records == num_records
+
+
+def test_rows_that_could_not_be_written_are_tried_again(folder, tmp_path):
+    tier = Tier(folder)
+    assert all(map(tier.put, keys(40)))
+    write = tier.ssd._index.write
+    tier.ssd._index.write = lambda put, removed: False  # the disk is full, say
+    tier.ssd.save_index()
+    assert tier.ssd.num_unsaved == 40
+    tier.ssd._index.write = write
+    tier.ssd.save_index()
+    assert (tier.ssd.num_unsaved, tier.counters["ssd_index_errors"]) == (0, 1)
+    shutil.copytree(folder, tmp_path / "copy")  # as a kill leaves it
+    assert all(map(Tier(tmp_path / "copy").get, keys(40)))
+
+
+def test_of_two_rows_for_one_place_the_newer_one_counts(folder):
+    names = filled(folder)
+    with lmdb.open(str(folder / "index.mdb"), subdir=False) as environment, environment.begin(write=True) as rows:
+        row = rows.get(names[0])
+        rows.put(b"a", row[:-8] + bytes(8))  # left by one that went; by its name it comes before
+    tier = Tier(folder)
+    assert tier.counters["ssd_discarded"] == 1
+    assert all(map(tier.get, names))
+
+
+def lmdb_page_of_free_list(index) -> int:
+    """Number of the root page of the list of free pages, by the newer of LMDB's two first pages."""
+    head = index.read_bytes()[: 2 * 4096]
+    metas = [struct.unpack_from("<80xQ56xQ", head, start) for start in (0, 4096)]
+    return max(metas, key=lambda meta: meta[1])[0]
+
+
+def test_a_row_with_the_last_number_that_there_is_costs_its_record_only(folder):
+    names = filled(folder)
+    with lmdb.open(str(folder / "index.mdb"), subdir=False) as environment, environment.begin(write=True) as rows:
+        rows.put(names[0], rows.get(names[0])[:-8] + b"\xff" * 8)
+    tier = Tier(folder)
+    assert not tier.get(names[0])
+    assert all(map(tier.get, names[1:]))
+    assert tier.put(names[0])
+    tier.ssd.save_index()
+    tier.stop()
+    assert all(map(Tier(folder).get, names))
+
+
+@pytest.mark.parametrize("target", ["nowhere", "a file"])
+def test_a_link_in_the_place_of_a_segment_is_removed_and_not_followed(folder, tmp_path, target):
+    names = filled(folder)
+    segment, outside = sorted(folder.glob("segment-*"))[0], tmp_path / "outside"
+    if target == "a file":
+        outside.write_bytes(segment.read_bytes() + b"more")
+    segment.unlink()
+    segment.symlink_to(outside)
+    tier = Tier(folder)
+    assert not segment.is_symlink()
+    assert 0 < sum(map(tier.get, names)) < len(names)
+    assert all(map(tier.put, names))
+    tier.stop()
+    if target == "a file":
+        assert outside.read_bytes().endswith(b"more")
 
 
 def test_an_index_in_whose_loading_a_process_died_is_not_tried_again(folder):

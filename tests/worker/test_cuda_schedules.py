@@ -224,8 +224,12 @@ def test_no_iteration_waits_for_an_exchange(device, tmp_path):
     num_overlapped, num_late = sum(step.overlapped for step in full), sum(step.late for step in full)
     print(f"{found.num_exchanges} exchanges, {len(full)} full iterations, {num_overlapped} overlapped, {num_late} late")
     print(f"median {median * 1e3:.2f} ms, longest {longest * 1e3:.2f}, mean {statistics.fmean(seconds) * 1e3:.2f}")
-    worst = sorted(range(len(seconds)), key=seconds.__getitem__)[-5:]
-    print("the slowest: " + ", ".join(f"number {at + 2} with {seconds[at] * 1e3:.1f} ms" for at in reversed(worst)))
+    worst = sorted(full[2:], key=lambda step: -step.run_s - step.idle_s)[:4]
+    first = next((at for at, step in enumerate(full) if step.overlapped), None)
+    print(f"the first overlapped one is number {first}; the slowest:")
+    for step in worst:
+        times = f"{step.run_s * 1e3:.1f} ms, {step.idle_s * 1e3:.1f} idle before"
+        print(f"  number {full.index(step)}: {times}{', overlapped' * step.overlapped}{', late' * step.late}")
     print(f"{found.bytes_taken >> 20} MiB taken beside the start's")
     assert found.num_exchanges > 1
     assert num_overlapped > 20

@@ -45,9 +45,10 @@ DEVICE Unit unit_of(int work, int total, const int* units, int first_unit, const
 
 KERNEL decode(const T16* q, const T16* k_pages, const T16* v_pages, const int* page_table, const int* units,
               const int* span, int* ticket, int* arrived, float* partial_out, float* partial_max, float* partial_sum,
-              T16* out, long long q_stride, long long table_stride, long long out_stride, float scale) {
+              T16* out, long long q_stride, long long table_stride, long long out_stride, float scale, int helps) {
     SHARED(Shared, shared);
-    after_previous();
+    // A helper reads nothing of the kernel before it: it begins on SMs that this one has left, and ends after it.
+    if (!helps) after_previous();
     const int thread = THREAD, warp = thread / 32, lane = thread % 32, g = lane / 4, t = lane % 4;
     const int first_unit = span[0], total = (span[1] - first_unit) * KV_HEADS;
     if (thread == 0) shared.work[1] = atomicAdd(ticket, 1);
@@ -237,4 +238,5 @@ KERNEL decode(const T16* q, const T16* k_pages, const T16* v_pages, const int* p
         }
         if (thread == 0) *counter = 0;
     }
+    if (helps) after_previous();
 }

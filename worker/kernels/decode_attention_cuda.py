@@ -30,8 +30,8 @@ class Variant:
     blocks: int = 3  # per SM
 
 
-# Per cent of an SM's memory that is shared. The kernel uses none, but must ask: it would run with what a GEMM before it
-# left, and beside that the L1 is too small (docs/results.md: 22 % slower).
+# Per cent of an SM's memory that is shared. The kernel needs little, but must ask: it would run with what a GEMM before
+# it left, and beside that the L1 is too small (docs/results.md: 22 % slower).
 _CARVEOUT = 50
 
 VARIANTS = {"cuda": Variant(), "cuda-wide": Variant(4, 2, 2), "cuda-small": Variant(2, 2, 4)}
@@ -126,8 +126,13 @@ def decode_attention(
     group: int,
     sms: int,
     variant: Variant = Variant(),
+    helps: bool = False,
 ) -> None:
-    """As worker.kernels.decode_attention.decode_attention, on so many SMs."""
+    """As worker.kernels.decode_attention.decode_attention, on so many SMs.
+
+    helps: take from another launch's ticket, which began when all that is read here was there; the kernel before this
+    one on the stream, whose results are not read, may still run meanwhile.
+    """
     assert fits(k_pages.shape[-1], group, k_pages.shape[2], k_pages.dtype, variant)
     _, kv_heads, page_size, head_dim = k_pages.shape
     kernel = _kernel(k_pages.dtype, head_dim, kv_heads, group, page_size, variant)
@@ -135,6 +140,6 @@ def decode_attention(
     pointers += [workspace.out, workspace.max, workspace.sum, out]
     arguments: list[Argument] = [(tensor.data_ptr(), ctypes.c_void_p) for tensor in pointers]
     arguments += [(tensor.stride(0), ctypes.c_longlong) for tensor in (q, page_table, out)]
-    arguments.append((_LOG2E / math.sqrt(head_dim), ctypes.c_float))
+    arguments += [(_LOG2E / math.sqrt(head_dim), ctypes.c_float), (int(helps), ctypes.c_int)]
     stream = torch.cuda.current_stream(q.device).cuda_stream
     launch(kernel.kernel.ptr, sms * variant.blocks, variant.warps * 32, arguments, stream, chained=True)

@@ -76,12 +76,13 @@ def emulated(tmp_path_factory):
         f"""
 #include "{Path(__file__).parent / "emulation.h"}"
 #include "kernel.cu"
-struct Call {{ {types} long long q_stride, table_stride, out_stride; float scale; int blocks; }};
+struct Call {{ {types} long long q_stride, table_stride, out_stride; float scale; int helps, blocks; }};
 extern "C" void run(Call* c) {{
     launch(c->blocks, [c] {{
         decode((const T16*)c->q, (const T16*)c->k, (const T16*)c->v, (const int*)c->table, (const int*)c->units,
                (const int*)c->span, (int*)c->ticket, (int*)c->arrived, (float*)c->partial, (float*)c->top,
-               (float*)c->sum, (T16*)c->out, c->q_stride, c->table_stride, c->out_stride, c->scale);
+               (float*)c->sum, (T16*)c->out, c->q_stride, c->table_stride, c->out_stride, c->scale,
+               c->helps);
     }});
 }}
 """
@@ -92,6 +93,7 @@ extern "C" void run(Call* c) {{
             *((f"pointer{i}", ctypes.c_void_p) for i in range(12)),
             *((f"stride{i}", ctypes.c_longlong) for i in range(3)),
             ("scale", ctypes.c_float),
+            ("helps", ctypes.c_int),
             ("blocks", ctypes.c_int),
         ]
 
@@ -105,8 +107,8 @@ extern "C" void run(Call* c) {{
             subprocess.run(command, cwd=folder, check=True, timeout=200)
         library = ctypes.CDLL(str(name))
 
-        def run(tensors, strides, scale, blocks):
-            library.run(ctypes.byref(Call(*(tensor.data_ptr() for tensor in tensors), *strides, scale, blocks)))
+        def run(tensors, strides, *numbers):
+            library.run(ctypes.byref(Call(*(tensor.data_ptr() for tensor in tensors), *strides, *numbers)))
 
         return run
 
@@ -136,7 +138,7 @@ def test_equals_reference(group, head_dim, page_size, target, cuts, dtype, name,
         strides = [tensor.stride(0) for tensor in (work.q, work.table, out)]
         for number in range(len(cuts)):
             inputs = [work.q, work.k, work.v, work.table, work.units, work.spans[number:]]
-            run([*inputs, torch.zeros(1, dtype=torch.int32), *workspace, out], strides, scale, 2)
+            run([*inputs, torch.zeros(1, dtype=torch.int32), *workspace, out], strides, scale, number % 2, 2)
     else:
         out = run_on_gpu(work, len(cuts), workspace, variant)
     error = float((out.double() - expected.double()).norm() / expected.double().norm())
@@ -155,7 +157,7 @@ def run_on_gpu(work: Work, num_ranges: int, workspace, variant) -> torch.Tensor:
     for number in range(num_ranges):
         ticket = torch.zeros(1, dtype=torch.int32, device="cuda")
         decode_attention_cuda.decode_attention(
-            *inputs, spans[number:], ticket, space, out, group=work.group, sms=2, variant=variant
+            *inputs, spans[number:], ticket, space, out, group=work.group, sms=2, variant=variant, helps=number % 2 == 1
         )
     return out.cpu()
 
