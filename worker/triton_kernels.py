@@ -46,7 +46,9 @@ class TritonKernels:
         self._decode_cuda, self._has_cuda = decode_attention_cuda, _is_there("cupy") and _is_there("cuda.bindings")
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
+        self._elementwise, self._gemm = elementwise, gemm
+        self.embed, self.norm, self.rope_append = elementwise.embed, elementwise.add_rms_norm, elementwise.rope_append
+        self.gather_norm, self.sample = elementwise.gather_add_rms_norm, sampling.sample
         self._skinny, self._skinny_workspace = skinny_gemm, skinny_gemm.SkinnyWorkspace(device)
         self._choice, self.gemm_choice = gemm_choice, gemm_choice.GemmChoice()
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -58,17 +60,6 @@ class TritonKernels:
         twin = TritonKernels(*self._made_with)
         twin.gemm_choice = self.gemm_choice
         return twin
-
-    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-        self._elementwise.embed(tokens, last, table, out)
-
-    def norm(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-    ) -> None:
-        self._elementwise.add_rms_norm(residual, delta, weight, out, eps)
-
-    def gather_norm(self, *args: Any) -> None:
-        self._elementwise.gather_add_rms_norm(*args)
 
     def linear(
         self,
@@ -140,14 +131,20 @@ class TritonKernels:
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
             self.gemm_choice.run((rows, columns, depth, 1), (cublas, persistent))
 
-    def add(self, *args: Any, how: How = ANY_WAY) -> None:
-        x, w, bias, residual, gain, scaled, squares = args
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = ANY_WAY,
+    ) -> None:
         self._gemm.linear_add(x, w, residual, gain, scaled, squares, sms=how.sms or self._sms, bias=bias)
 
-    def rope_append(self, *args: Any, num_heads: int) -> None:
-        self._elementwise.rope_append(*args, num_heads=num_heads)
-
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
+    def decode(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
         q, k, v, table, units, span, out = args
         sms, variant = how.sms or self._sms, how.kernel or ("cuda" if rows <= FEW_ROWS else "4x4")
         _, _, page_size, head_dim = k.shape
@@ -162,7 +159,7 @@ class TritonKernels:
             q, k, v, table, units, span, ticket, self._workspace, out, group=group, blocks=blocks, warps=warps
         )
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
+    def prefill(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
         q, k, v, table, units, span, out = args
         blocks = 3 * (how.sms or self._sms)
         self._prefill.prefill_attention(q, k, v, table, units, span, ticket, out, group=group, blocks=blocks)
@@ -180,6 +177,3 @@ class TritonKernels:
         top = best.max(0).values
         first = torch.where(best == top, column, 2**31 - 1).amin(0)
         return torch.where(top.isfinite(), first, -1).int()
-
-    def sample(self, *args: Any) -> None:
-        self._sampling.sample(*args)
