@@ -20,7 +20,7 @@ from autosearch.pipeline import PipelineSchedule
 from scheduler.plan import EngineCapacity, IterationPlan, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.config import WorkerConfig
-from worker.cuda_loading import SAMPLE_SIZES, LoadedModel, graph_key, load_model
+from worker.cuda_loading import SAMPLE_SIZES, LoadedModel, load_model
 from worker.cuda_model import CudaModel, GraphKey
 from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView, HostSlots, Packed
 from worker.executor import EMPTY_STEP_S
@@ -161,13 +161,13 @@ class CudaExecutor:
         """What runs these operators of the iteration once, on so many rows instead of its own. After all steps only."""
         with torch.inference_mode():
             self.model.view.block.copy_(snapshot.block)
-            key = snapshot.key if rows is None else graph_key(rows, snapshot.key.has_prefill)
+            key = snapshot.key if rows is None else self.model.sequential_key(rows, snapshot.key.has_prefill)
             return self.model.capture_parts(key, parts).replay
 
     def _key(self, plan: IterationPlan) -> tuple[GraphKey, bool]:
         """The graph to run, and whether no schedule was measured for batches like it although some were."""
         rows = self._capacity.buckets[plan.bucket].batch_tokens
-        sequential = graph_key(rows, len(plan.slots) > plan.num_decodes)
+        sequential = self.model.sequential_key(rows, len(plan.slots) > plan.num_decodes)
         if self._choice is None:
             return sequential, False
         choice = self._choice.choose_for(plan, rows)
