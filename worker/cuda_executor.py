@@ -188,9 +188,11 @@ class CudaExecutor:
             stage.done.record()
 
     def _set_pages(self, cells: NDArray[np.integer], pages: NDArray[np.int32]) -> None:
-        """Page table changes that no block carries."""
+        """Page table changes that no block carries, from pinned memory: the host waits for no iteration."""
         if len(cells):
-            places, values = (torch.from_numpy(a).to(self._device) for a in (cells, pages))
+            changes = (torch.from_numpy(each) for each in (cells, pages))
+            pinned = (each.pin_memory() if self._cuda else each for each in changes)
+            places, values = (each.to(self._device, non_blocking=True) for each in pinned)
             self.model.page_table.view(-1)[places.long()] = values
 
     def _sample(self, packed: Packed) -> None:
