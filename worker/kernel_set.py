@@ -5,14 +5,17 @@ Knows nothing of models or plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from worker.kernels import reference
 
-GATE_BLOCK = 128  # gate and up rows alternate in blocks of this many where the FFN's width divides by it
+TILE_COLUMNS = 256  # of the persistent GEMM: it sums a row's squares tile by tile
+# Gate and up rows alternate in blocks of this many where the FFN's width divides by it: half of a tile is the gate.
+GATE_BLOCK = TILE_COLUMNS // 2
 MAX_VOCAB = (1 << 19) - 1  # the sampler adds up a weight of at most 2^44 for each token in 63 bits
 
 
@@ -38,19 +41,33 @@ class Norm:
     @staticmethod
     def num_parts(columns: int) -> int:
         """Parts that there must be room for."""
-        return -(-columns // 256)
+        return -(-columns // TILE_COLUMNS)
 
 
 class KernelSet(Protocol):
     """What the model needs; shapes as in the modules of worker.kernels."""
 
-    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None: ...
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Whether a batch of so many rows is faster with folded norms, for weights of these [columns, depth]."""
+
+    def embed(
+        self, tokens: torch.Tensor, last_tokens: torch.Tensor, table: torch.Tensor, out: torch.Tensor
+    ) -> None: ...
 
     def norm(
         self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
     ) -> None: ...
 
-    def gather_norm(self, *args: Any) -> None: ...
+    def gather_norm(
+        self,
+        residual: torch.Tensor,
+        delta: torch.Tensor | None,
+        rows: torch.Tensor,
+        num_rows: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor,
+        eps: float,
+    ) -> None: ...
 
     def linear(
         self,
@@ -73,35 +90,71 @@ class KernelSet(Protocol):
         norm: Norm | None = None,
     ) -> None: ...
 
-    def add(self, *args: Any, how: How = ANY_WAY) -> None:
-        """(x, w, bias, residual, gain, scaled, squares), as kernels.gemm.linear_add."""
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = ANY_WAY,
+    ) -> None:
+        """As kernels.gemm.linear_add."""
 
-    def rope_append(self, *args: Any, num_heads: int) -> None: ...
+    def rope_append(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        cells: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        *,
+        num_heads: int,
+    ) -> None: ...
 
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
-        """rows: that there are at most; which kernel is the fastest depends on it."""
+    def decode(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
+        """(q, k_pages, v_pages, page_table, units, span, out), as kernels.reference.decode_attention.
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None: ...
+        rows: that there are at most; which kernel is the fastest depends on it.
+        """
+
+    def prefill(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
+        """As decode(), and kernels.reference.prefill_attention."""
 
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         """Column of each row's largest product, the lowest of equals; -1 where it is not finite: [rows] int32."""
 
-    def sample(self, *args: Any) -> None: ...
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        noise: torch.Tensor,
+        first: int,
+        num_rows: torch.Tensor,
+        slots: torch.Tensor,
+        sampled: torch.Tensor,
+        last_tokens: torch.Tensor,
+    ) -> None: ...
 
 
 class ReferenceKernels:
     """Plain torch, on any device."""
 
-    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-        reference.embed(tokens, last, table, out)
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        return False
 
-    def norm(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-    ) -> None:
-        reference.add_rms_norm(residual, delta, weight, out, eps)
-
-    def gather_norm(self, *args: Any) -> None:
-        reference.gather_add_rms_norm(*args)
+    embed = staticmethod(reference.embed)
+    norm = staticmethod(reference.add_rms_norm)
+    gather_norm = staticmethod(reference.gather_add_rms_norm)
+    rope_append = staticmethod(reference.rope_append)
+    sample = staticmethod(reference.sample)
 
     def linear(
         self,
@@ -127,22 +180,25 @@ class ReferenceKernels:
         self.linear(x, w, None, both, how, norm)
         reference.silu_mul(both, out, block)
 
-    def add(self, *args: Any, how: How = ANY_WAY) -> None:
-        x, w, bias, residual, gain, scaled, squares = args
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = ANY_WAY,
+    ) -> None:
         reference.linear_add(x, w, residual, gain, scaled, squares, bias)
 
-    def rope_append(self, *args: Any, num_heads: int) -> None:
-        reference.rope_append(*args, num_heads=num_heads)
-
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
+    def decode(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
         reference.decode_attention(*args, group=group)
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
+    def prefill(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
         reference.prefill_attention(*args, group=group)
 
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         logits = x.float() @ w.float().T
         return torch.where(logits.isfinite().all(-1), logits.argmax(-1), -1).int()
-
-    def sample(self, *args: Any) -> None:
-        reference.sample(*args)

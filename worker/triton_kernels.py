@@ -6,13 +6,14 @@ schedule. Knows nothing of models or plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from worker.kernel_set import ANY_WAY, How, Norm
+from worker.kernel_set import ANY_WAY, GATE_BLOCK, How, Norm
 
 # Decode attention: Triton's blocks per SM and warps per block. Those in CUDA (`decode_attention_cuda.VARIANTS`) are
 # ahead with few rows, where a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and
@@ -46,7 +47,9 @@ class TritonKernels:
         self._decode_cuda, self._has_cuda = decode_attention_cuda, _is_there("cupy") and _is_there("cuda.bindings")
 
         self._decode, self._prefill = decode_attention, prefill_attention
-        self._elementwise, self._gemm, self._sampling = elementwise, gemm, sampling
+        self._elementwise, self._gemm = elementwise, gemm
+        self.embed, self.norm, self.rope_append = elementwise.embed, elementwise.add_rms_norm, elementwise.rope_append
+        self.gather_norm, self.sample = elementwise.gather_add_rms_norm, sampling.sample
         self._skinny, self._skinny_workspace = skinny_gemm, skinny_gemm.SkinnyWorkspace(device)
         self._choice, self.gemm_choice = gemm_choice, gemm_choice.GemmChoice()
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -59,16 +62,9 @@ class TritonKernels:
         twin.gemm_choice = self.gemm_choice
         return twin
 
-    def embed(self, tokens: torch.Tensor, last: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
-        self._elementwise.embed(tokens, last, table, out)
-
-    def norm(
-        self, residual: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
-    ) -> None:
-        self._elementwise.add_rms_norm(residual, delta, weight, out, eps)
-
-    def gather_norm(self, *args: Any) -> None:
-        self._elementwise.gather_add_rms_norm(*args)
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        fits = all(columns % 8 == 0 == depth % 8 for columns, depth in shapes)
+        return fits and self._choice.filled_share(rows, shapes, self._sms) >= self._choice.FULL_WAVES
 
     def linear(
         self,
@@ -115,7 +111,7 @@ class TritonKernels:
         how: How = ANY_WAY,
         norm: Norm | None = None,
     ) -> None:
-        if (norm or how != ANY_WAY) and block != self._gemm.GATE_BLOCK:
+        if (norm or how != ANY_WAY) and block != GATE_BLOCK:
             self.linear(x, w, None, both, how, norm)
             self._elementwise.silu_mul(both, out, block)
             return
@@ -132,22 +128,28 @@ class TritonKernels:
         if self._choice.is_skinny(rows, depth) and block % 64 == 0:
             tile = self._choice.skinny_tile(rows, columns // 2, depth)
             self._skinny.skinny_linear(x, w, out, self._skinny_workspace, tile=tile, gate_block=block)
-        elif rows <= 64 and block == self._gemm.GATE_BLOCK:
+        elif rows <= 64 and block == GATE_BLOCK:
             self._gemm.linear(x, w, out, sms=self._sms, silu_mul=True, tile=self._gemm.LOW_TILE)
-        elif block != self._gemm.GATE_BLOCK:
+        elif block != GATE_BLOCK:
             cublas()
         else:  # with SiLU·mul at its end the persistent kernel may win from here on
             persistent = partial(self._gemm.linear, x, w, out, sms=self._sms, silu_mul=True)
             self.gemm_choice.run((rows, columns, depth, 1), (cublas, persistent))
 
-    def add(self, *args: Any, how: How = ANY_WAY) -> None:
-        x, w, bias, residual, gain, scaled, squares = args
+    def add(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+        scaled: torch.Tensor,
+        squares: torch.Tensor,
+        how: How = ANY_WAY,
+    ) -> None:
         self._gemm.linear_add(x, w, residual, gain, scaled, squares, sms=how.sms or self._sms, bias=bias)
 
-    def rope_append(self, *args: Any, num_heads: int) -> None:
-        self._elementwise.rope_append(*args, num_heads=num_heads)
-
-    def decode(self, *args: Any, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
+    def decode(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, rows: int, how: How = ANY_WAY) -> None:
         q, k, v, table, units, span, out = args
         sms, variant = how.sms or self._sms, how.kernel or ("cuda" if rows <= FEW_ROWS else "4x4")
         _, _, page_size, head_dim = k.shape
@@ -162,7 +164,7 @@ class TritonKernels:
             q, k, v, table, units, span, ticket, self._workspace, out, group=group, blocks=blocks, warps=warps
         )
 
-    def prefill(self, *args: Any, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
+    def prefill(self, *args: torch.Tensor, ticket: torch.Tensor, group: int, how: How = ANY_WAY) -> None:
         q, k, v, table, units, span, out = args
         blocks = 3 * (how.sms or self._sms)
         self._prefill.prefill_attention(q, k, v, table, units, span, ticket, out, group=group, blocks=blocks)
@@ -180,6 +182,3 @@ class TritonKernels:
         top = best.max(0).values
         first = torch.where(best == top, column, 2**31 - 1).amin(0)
         return torch.where(top.isfinite(), first, -1).int()
-
-    def sample(self, *args: Any) -> None:
-        self._sampling.sample(*args)

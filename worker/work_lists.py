@@ -1,7 +1,7 @@
 """Work lists for the attention kernels: which block of keys or queries is computed as one unit.
 
-Pure numpy, made on the host once per iteration and used by every layer. Knows nothing of devices; the field
-orders are those of `worker.kernels.decode_attention` and `worker.kernels.prefill_attention`.
+Pure numpy, made on the host once per iteration and used by every layer; `worker.kernels.decode_attention` and
+`worker.kernels.prefill_attention` read them. Knows nothing of devices.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ Int32 = NDArray[np.int32]
 
 DECODE_FIELDS = 8  # query row, page table row, first key, end of keys, first partial of the row, part, parts, 0
 PREFILL_FIELDS = 4  # first query row, query tokens, position of the first, page table row
+PREFILL_ROWS = 64  # of a prefill tile: query tokens times the query heads of a KV head, as a power of two
+
+
+def prefill_tokens(group: int) -> int:
+    """Query tokens that a prefill tile holds, with `group` query heads per KV head."""
+    return PREFILL_ROWS >> (group - 1).bit_length()
 
 
 def decode_units(

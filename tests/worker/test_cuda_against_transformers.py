@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from near_ties import TOLERANCE, assert_same_choices
 from transformers import AutoModelForCausalLM
 
 from scheduler.loop import EngineLoop
@@ -18,8 +19,6 @@ from worker.cuda_executor import CudaExecutor
 
 PAGE = 16
 NUM_TOKENS = 24
-# Largest difference of a logit between two ways to compute it, in standard deviations of the logits.
-TOLERANCE = {torch.float32: 2e-4, torch.float16: 2e-2, torch.bfloat16: 0.12}
 SHAPE = {"hidden_size": 256, "intermediate_size": 384, "max_position_embeddings": 1024, "vocab_size": 211}
 CASES = {
     "llama, 1 query per KV head of 64": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}),
@@ -189,10 +188,5 @@ def test_composition_chunks_and_prefix_hits_change_nothing(random_model, device,
     for tokens, tapped in seen.values():
         for name in tokens:
             own_tokens, own = alone[name]
-            same = next((i for i, (a, b) in enumerate(zip(tokens[name], own_tokens[name])) if a != b), NUM_TOKENS - 1)
-            expected = torch.stack(own.logits[name][: same + 1])
-            difference = (torch.stack(tapped.logits[name][: same + 1]) - expected).abs().max()
-            assert difference < TOLERANCE[dtype] * expected.std()
-            if same < NUM_TOKENS - 1:  # where they part, it was a near tie
-                top = expected[same].topk(2).values
-                assert top[0] - top[1] < 2 * TOLERANCE[dtype] * expected.std()
+            found, expected = (torch.stack(each.logits[name][:NUM_TOKENS]) for each in (tapped, own))
+            assert_same_choices(tokens[name], found, own_tokens[name], expected, TOLERANCE[dtype])

@@ -15,10 +15,6 @@ import triton.language as tl
 
 from worker.kernels.chain import CHAINED, after_previous
 
-# int32 fields of a unit: query row, page table row, first key, end of keys, first partial of the row, part, parts, 0
-UNIT_FIELDS = 8
-_LOG2E = 1.4426950408889634
-
 
 @triton.jit
 def _decode_kernel(
@@ -26,7 +22,7 @@ def _decode_kernel(
     k_pages,  # [pages, HK, P, D]
     v_pages,
     page_table,  # [slots, table_stride] int32
-    units,  # [.., 8] int32
+    units,  # [.., DECODE_FIELDS] int32
     span,  # pointer to two: the units to run are [span[0], span[1])
     ticket,  # pointer, zero before the launch
     arrived,  # [partials, HK] int32, zero before and after
@@ -147,8 +143,8 @@ def decode_attention(
     """softmax(q k / sqrt(D)) v for the units' rows.
 
     q [rows, >= HK * group * D] (leading columns), pages [pages, HK, P, D], page_table [slots, pages per slot],
-    units [.., UNIT_FIELDS] int32 of which [span[0], span[1]) run, ticket one int32 that is zero,
-    out [rows, HK * group * D]. Rows in no unit keep what `out` held. A unit's first key must be a multiple of
+    units [.., DECODE_FIELDS] int32 (`worker.work_lists`) of which [span[0], span[1]) run, ticket one int32 that is
+    zero, out [rows, HK * group * D]. Rows in no unit keep what `out` held. A unit's first key must be a multiple of
     `tokens_per_tile`.
     """
     _, kv_heads, page_size, head_dim = k_pages.shape
@@ -170,7 +166,7 @@ def decode_attention(
         q.stride(0),
         page_table.stride(0),
         out.stride(0),
-        _LOG2E / math.sqrt(head_dim),
+        math.log2(math.e) / math.sqrt(head_dim),
         HK=kv_heads,
         G=group,
         D=head_dim,

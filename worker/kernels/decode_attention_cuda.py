@@ -30,8 +30,8 @@ class Variant:
     blocks: int = 3  # per SM
 
 
-# Per cent of an SM's memory that is shared. The kernel uses none, but must ask: it would run with what a GEMM before it
-# left, and beside that the L1 is too small (docs/results.md: 22 % slower).
+# Per cent of an SM's memory that is shared. The kernel needs little, but must ask: it would run with what a GEMM before
+# it left, and beside that the L1 is too small (docs/results.md: 22 % slower).
 _CARVEOUT = 50
 
 VARIANTS = {"cuda": Variant(), "cuda-wide": Variant(4, 2, 2), "cuda-small": Variant(2, 2, 4)}

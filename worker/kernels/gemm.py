@@ -1,8 +1,8 @@
 """Persistent GEMMs for Hopper in Triton: plain, with SiLU·mul or with the row's argmax in the epilogue.
 
 One block per SM walks over the output tiles; operands come by TMA, and the epilogue of a tile runs beside the
-loads of the next. The row count may live on the device, so that a captured graph serves any number of rows.
-Knows nothing of models; which kernel serves which shape is decided by measurement in `worker.gemm_choice`.
+loads of the next. With the argmax the row count lives on the device, so that a captured graph serves any number of
+rows. Knows nothing of models; which kernel serves which shape is decided by measurement in `worker.gemm_choice`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from worker.kernel_set import TILE_COLUMNS
 from worker.kernels.chain import CHAINED, after_previous
-
-# Gate and up rows of a fused weight alternate in blocks of this many rows: half of a 256-wide tile is the gate.
-GATE_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +23,7 @@ class Tile:
     """The shape of one output tile and how its loop is pipelined."""
 
     rows: int = 128
-    columns: int = 256
+    columns: int = TILE_COLUMNS
     depth: int = 64
     stages: int = 3
     warps: int = 8
@@ -73,7 +71,6 @@ def _gemm_kernel(
     gain,  # [N] or None: c += product, scaled = c * gain, and each tile's sums of c squared go to squares
     squares,  # [PARTS, squares_stride] fp32: parts of the sums of rows' squares, written with gain, else read, or None
     squares_stride,
-    num_rows,  # pointer to the live row count, or None
     M,
     N,
     K,
@@ -88,8 +85,6 @@ def _gemm_kernel(
     PDL: tl.constexpr,
 ):
     after_previous(PDL)
-    if num_rows is not None:
-        M = min(M, tl.load(num_rows))
     num_m, num_n, num_k = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.cdiv(K, BK)
     for tile in tl.range(tl.program_id(0), num_m * num_n, tl.num_programs(0), flatten=True):
         m, n = _tile_of(tile, num_m, num_n, group)
@@ -172,7 +167,6 @@ def linear(
     *,
     sms: int,
     bias: torch.Tensor | None = None,
-    num_rows: torch.Tensor | None = None,
     silu_mul: bool = False,
     squares: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -181,15 +175,14 @@ def linear(
     """out[M, N] = x[M, K] @ weight[N, K].T + bias; with `silu_mul`, out[M, N/2] = silu(gate) * up.
 
     `silu_mul` wants a weight whose gate and up rows alternate in blocks of GATE_BLOCK (`interleave_gate_up`).
-    `num_rows` is a one-element int32 tensor on the device: rows from there on are left as they are, up to the
-    end of a tile. K * itemsize and the row sizes of `out` must be multiples of 16 bytes (TMA).
+    K * itemsize and the row sizes of `out` must be multiples of 16 bytes (TMA).
 
     `squares` [parts, >= M] fp32 are parts of the sums of squares of the rows that x is a multiple of (`linear_add`):
     each row of the product is divided by their root mean square, over K. So x @ weight.T becomes what it would be of
     the normed rows.
     """
     parts = 0 if squares is None else squares.shape[0]
-    _launch(x, weight, out, None, None, bias, squares, num_rows, eps, parts, silu_mul, sms, tile)
+    _launch(x, weight, out, sms, tile, bias=bias, squares=squares, parts=parts, eps=eps, silu_mul=silu_mul)
 
 
 def linear_add(
@@ -206,37 +199,31 @@ def linear_add(
 ) -> None:
     """residual[M, N] += x[M, K] @ weight[N, K].T + bias; scaled[M, N] = residual * gain[N].
 
-    Parts of the rows' sums of residual squared go to squares [`num_parts(N)`, >= M] fp32: with them and `scaled` the
-    next GEMM computes on RMSNorm(residual) with weight `gain`, and no norm need run.
+    Parts of the rows' sums of residual squared, one for each tile's columns, go to squares [parts, >= M] fp32: with
+    them and `scaled` the next GEMM computes on RMSNorm(residual) with weight `gain`, and no norm need run.
     """
-    assert squares.shape[0] == num_parts(weight.shape[0], tile)
-    _launch(x, weight, residual, scaled, gain, bias, squares, None, 0.0, 0, False, sms, tile)
-
-
-def num_parts(columns: int, tile: Tile = Tile()) -> int:
-    """Parts that `linear_add` leaves of each row's sum of squares."""
-    return int(triton.cdiv(columns, tile.columns))
+    assert squares.shape[0] == triton.cdiv(weight.shape[0], tile.columns)
+    _launch(x, weight, residual, sms, tile, bias=bias, scaled=scaled, gain=gain, squares=squares)
 
 
 def _launch(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    scaled: torch.Tensor | None,
-    gain: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    squares: torch.Tensor | None,
-    num_rows: torch.Tensor | None,
-    eps: float,
-    parts: int,
-    silu_mul: bool,
     sms: int,
     tile: Tile,
+    *,
+    bias: torch.Tensor | None,
+    squares: torch.Tensor | None,
+    scaled: torch.Tensor | None = None,
+    gain: torch.Tensor | None = None,
+    parts: int = 0,
+    eps: float = 0.0,
+    silu_mul: bool = False,
 ) -> None:
     (m, k), n = x.shape, weight.shape[0]
-    grid = _grid(m, n, tile, sms)
     half = [tile.rows, tile.columns // 2]
-    _gemm_kernel[(grid,)](
+    _gemm_kernel[(_grid(m, n, tile, sms),)](
         TensorDescriptor.from_tensor(x, [tile.rows, tile.depth]),
         TensorDescriptor.from_tensor(weight, [tile.columns, tile.depth]),
         TensorDescriptor.from_tensor(out, half),
@@ -245,7 +232,6 @@ def _launch(
         gain,
         squares,
         0 if squares is None else squares.stride(0),
-        num_rows,
         m,
         n,
         k,

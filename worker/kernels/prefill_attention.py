@@ -14,15 +14,7 @@ import triton
 import triton.language as tl
 
 from worker.kernels.chain import CHAINED, after_previous
-
-# int32 fields of a unit: first query row, query tokens, position of the first, page table row
-UNIT_FIELDS = 4
-_LOG2E = 1.4426950408889634
-
-
-def tokens_per_unit(group: int, tile_rows: int = 64) -> int:
-    """Query tokens that one tile holds, with `group` query heads per KV head."""
-    return int(tile_rows // triton.next_power_of_2(group))
+from worker.work_lists import PREFILL_ROWS
 
 
 @triton.jit
@@ -130,15 +122,14 @@ def prefill_attention(
     *,
     group: int,
     blocks: int,
-    tile_rows: int = 64,
     tokens_per_tile: int = 64,
     stages: int = 3,
     warps: int = 4,
 ) -> None:
     """Causal softmax(q k / sqrt(D)) v for the units' rows; shapes as in `decode_attention`.
 
-    A unit has at most `tokens_per_unit(group, tile_rows)` tokens. Its keys, the chunk's own included, must
-    already lie in the pages.
+    A unit, of PREFILL_FIELDS, has at most `prefill_tokens(group)` tokens (`worker.work_lists`). Its keys, the chunk's
+    own included, must already lie in the pages.
     """
     _, kv_heads, page_size, head_dim = k_pages.shape
     _prefill_kernel[(blocks,)](
@@ -153,14 +144,14 @@ def prefill_attention(
         q.stride(0),
         page_table.stride(0),
         out.stride(0),
-        _LOG2E / math.sqrt(head_dim),
+        math.log2(math.e) / math.sqrt(head_dim),
         HK=kv_heads,
         G=group,
         GP=triton.next_power_of_2(group),
         D=head_dim,
         DP=max(16, triton.next_power_of_2(head_dim)),
         P=page_size,
-        BM=tile_rows,
+        BM=PREFILL_ROWS,
         BN=tokens_per_tile,
         STAGES=stages,
         num_warps=warps,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from worker.kernels import reference
-from worker.work_lists import decode_units, prefill_units, range_ends
+from worker.work_lists import decode_units, prefill_tokens, prefill_units, range_ends
 
 pytestmark = pytest.mark.gpu
 
@@ -94,7 +94,7 @@ def test_decode_equals_reference(group, head_dim, page_size, target, cuts, dtype
 @pytest.mark.parametrize(("group", "head_dim", "page_size"), CASES)
 @pytest.mark.parametrize("cuts", [(259,), (5, 6, 130, 155, 259)])
 def test_prefill_equals_reference(group, head_dim, page_size, cuts, dtype, device):
-    from worker.kernels.prefill_attention import prefill_attention, tokens_per_unit
+    from worker.kernels.prefill_attention import prefill_attention
 
     starts, counts, kv_heads = [0, 100, 63, 511], [150, 1, 70, 33], 2
     lengths = [a + b for a, b in zip(starts, counts)]
@@ -106,7 +106,7 @@ def test_prefill_equals_reference(group, head_dim, page_size, cuts, dtype, devic
         chunk,
         np.array(starts, np.int32),
         np.arange(4, dtype=np.int32),
-        tokens=tokens_per_unit(group),
+        tokens=prefill_tokens(group),
         cuts=cuts,
     )
     width, total = kv_heads * group * head_dim, 5 + sum(counts)

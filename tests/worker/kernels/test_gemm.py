@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from worker.kernel_set import GATE_BLOCK, Norm
 from worker.kernels import reference
 
 pytestmark = pytest.mark.gpu
@@ -26,30 +27,18 @@ def test_linear_with_bias(dtype, device):
     assert relative_error(out, expected) < 5e-3
 
 
-def test_linear_runs_the_rows_that_the_device_counts(dtype, device):
-    from worker.kernels import gemm
-
-    x, w = torch.randn(400, 128, device=device).to(dtype), torch.randn(256, 128, device=device).to(dtype)
-    out = torch.full((400, 256), 7.0, dtype=dtype, device=device)
-    gemm.linear(x, w, out, sms=3, num_rows=torch.tensor([130], dtype=torch.int32, device=device))
-    expected = torch.empty_like(out)
-    reference.linear(x, w, expected)
-    assert relative_error(out[:130], expected[:130]) < 5e-3
-    assert (out[256:] == 7.0).all()
-
-
 @pytest.mark.parametrize("rows", [64, 128])
 def test_silu_mul_epilogue(rows, dtype, device):
     from worker.kernels import gemm
 
     x = torch.randn(150, 128, device=device).to(dtype)
     gate, up = (torch.randn(256, 128, device=device).to(dtype) / 8 for _ in range(2))
-    weight = reference.interleave_gate_up(gate, up, gemm.GATE_BLOCK)
+    weight = reference.interleave_gate_up(gate, up, GATE_BLOCK)
     out, expected = (torch.full((150, 256), float("nan"), dtype=dtype, device=device) for _ in range(2))
     gemm.linear(x, weight, out, sms=3, silu_mul=True, tile=gemm.Tile(rows=rows))
     both = torch.empty(150, 512, dtype=torch.float32, device=device)
     reference.linear(x, weight, both)
-    reference.silu_mul(both, expected, gemm.GATE_BLOCK)
+    reference.silu_mul(both, expected, GATE_BLOCK)
     assert relative_error(out, expected) < 5e-3
 
 
@@ -98,7 +87,7 @@ def test_norms_in_the_ends_of_two_gemms_equal_a_norm_between_them(with_bias, dty
     own, scaled, out = residual.clone(), torch.empty_like(normed), torch.empty_like(expected)
     reference.linear(x, w, delta, bias)
     reference.add_rms_norm(residual, delta, gain, normed, eps)
-    squares = torch.full((gemm.num_parts(hidden), rows + 8), float("nan"), device=device)
+    squares = torch.full((Norm.num_parts(hidden), rows + 8), float("nan"), device=device)
     gemm.linear_add(x, w, own, gain, scaled, squares, sms=3, bias=bias)
     next_bias = 5 * torch.randn(wide, device=device).to(dtype) if with_bias else None
     gemm.linear(scaled, then, out, sms=3, bias=next_bias, squares=squares, eps=eps)
@@ -106,9 +95,9 @@ def test_norms_in_the_ends_of_two_gemms_equal_a_norm_between_them(with_bias, dty
     assert relative_error(own, residual) < 5e-3
     assert relative_error(out, expected) < 8e-3
     assert squares[:, rows:].isnan().all()
-    gate_up = reference.interleave_gate_up(then[:128], then[128:], gemm.GATE_BLOCK)
+    gate_up = reference.interleave_gate_up(then[:128], then[128:], GATE_BLOCK)
     gated, both, wanted = (torch.empty(rows, n, dtype=dtype, device=device) for n in (128, 256, 128))
     gemm.linear(scaled, gate_up, gated, sms=3, silu_mul=True, squares=squares, eps=eps)
     reference.linear(normed, gate_up, both)
-    reference.silu_mul(both, wanted, gemm.GATE_BLOCK)
+    reference.silu_mul(both, wanted, GATE_BLOCK)
     assert relative_error(gated, wanted) < 1e-2
