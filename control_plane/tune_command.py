@@ -15,7 +15,7 @@ from typing import Any
 
 from autosearch.decode_beside import DecodeBeside
 from autosearch.operators import layer_operators
-from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file, sequential
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file
 from autosearch.schedule_store import INDEX
 from control_plane.bench.ablation_engine import bench_of, device_facts, is_cuda, load_for
 from control_plane.config import EngineConfig
@@ -23,6 +23,7 @@ from control_plane.engine import device_of
 from control_plane.options import ConfigError
 from control_plane.planning_options import say
 from worker.cuda_loading import LoadedModel
+from worker.schedule_bench import sequential_ways
 from worker.steady_batch import SteadyMix, fill_pages
 from worker.tuner import Effort, Tuned, tune
 
@@ -87,8 +88,16 @@ def run(
 def _tune_one(loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedule], effort: Effort) -> Tuned:
     operators = layer_operators(loaded.spec)
     family = DecodeBeside(operators, mix.rows, mix.num_decodes, loaded.model.num_sms)
-    baseline, num_layers = sequential(operators, mix.rows), loaded.spec.num_layers
-    return tune(bench_of(loaded, mix), baseline, family, proposed, mix.workload, num_layers, effort, say)
+    return tune(
+        bench_of(loaded, mix),
+        sequential_ways(loaded.model, mix.rows),
+        family,
+        proposed,
+        mix.workload,
+        loaded.spec.num_layers,
+        effort,
+        say,
+    )
 
 
 def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:

@@ -20,7 +20,7 @@ from autosearch.pipeline import PipelineSchedule
 from scheduler.plan import EngineCapacity, IterationPlan, SlotFault, StepResult
 from scheduler.ports import ExecutorError
 from worker.config import WorkerConfig
-from worker.cuda_loading import SAMPLE_SIZES, LoadedModel, graph_key, load_model
+from worker.cuda_loading import SAMPLE_SIZES, LoadedModel, load_model
 from worker.cuda_model import CudaModel, GraphKey
 from worker.device_batch import RANDOM_ROWS, BatchLimits, BlockView, HostSlots, Packed
 from worker.executor import EMPTY_STEP_S
@@ -160,13 +160,13 @@ class CudaExecutor:
         """What runs these operators of the iteration once, on so many rows instead of its own. After all steps only."""
         with torch.inference_mode():
             self.model.view.block.copy_(snapshot.block)
-            key = snapshot.key if rows is None else graph_key(rows, snapshot.key.has_prefill)
+            key = snapshot.key if rows is None else self.model.sequential_key(rows, snapshot.key.has_prefill)
             return self.model.capture_parts(key, parts).replay
 
     def _key(self, plan: IterationPlan) -> tuple[GraphKey, bool]:
         """The graph to run, and whether no schedule was measured for batches like it although some were."""
         rows = self._capacity.buckets[plan.bucket].batch_tokens
-        sequential = graph_key(rows, len(plan.slots) > plan.num_decodes)
+        sequential = self.model.sequential_key(rows, len(plan.slots) > plan.num_decodes)
         if self._schedules.choice is None:
             return sequential, False
         choice = self._schedules.choice.choose_for(plan, rows)
@@ -187,9 +187,11 @@ class CudaExecutor:
             stage.done.record()
 
     def _set_pages(self, cells: NDArray[np.integer], pages: NDArray[np.int32]) -> None:
-        """Page table changes that no block carries."""
+        """Page table changes that no block carries, from pinned memory: the host waits for no iteration."""
         if len(cells):
-            places, values = (torch.from_numpy(a).to(self._device) for a in (cells, pages))
+            changes = (torch.from_numpy(each) for each in (cells, pages))
+            pinned = (each.pin_memory() if self._cuda else each for each in changes)
+            places, values = (each.to(self._device, non_blocking=True) for each in pinned)
             self.model.page_table.view(-1)[places.long()] = values
 
     def _sample(self, packed: Packed) -> None:

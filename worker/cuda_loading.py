@@ -21,7 +21,7 @@ from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
 from worker.cuda_layers import interleave_gates, unsupported
-from worker.cuda_model import CudaModel, GraphKey, check_schedule, parameter_bytes
+from worker.cuda_model import NO_PREFILL_ROWS, CudaModel, GraphKey, check_schedule, parameter_bytes
 from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
@@ -46,7 +46,6 @@ _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams th
 _OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
 _KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
 _MAX_TABLE_CELLS = 2**31 - 1  # a place in the page table is an int32 on its way to the GPU
-_NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ class _Loader:
         if self._cuda and config.kv_store is not None:
             self._staging = take_staging(self._page_bytes, device)
         if self._cuda:
-            self._warm_up(_graph_keys(self._buckets, self._served), self._progress)
+            self._warm_up(self._graph_keys(self._buckets, self._served), self._progress)
         num_pages = self._num_pages(parameter_bytes(weights))
         max_model_len = fitted_model_len(config.max_model_len, spec.max_position, num_pages * config.page_size)
         cache = KVCache(self._shape(num_pages), self._dtype, device)
@@ -216,15 +215,21 @@ class _Loader:
         kv_tokens, most = num_pages * config.page_size, self._buckets[-1]
         fitted = fitted_batch_tokens(kv_tokens, config.expected_input_len, config.expected_output_len, most)
         if fitted not in self._buckets and self._cuda:
-            self._warm_up(_graph_keys([fitted]), lambda what, share: None)
+            self._warm_up(self._graph_keys([fitted]), lambda what, share: None)
         self._buckets = (*(rows for rows in self._buckets if rows < fitted), fitted)
         self._schedules = tuple(schedule for schedule in self._schedules if schedule.batch_tokens <= fitted)
+
+    def _graph_keys(self, buckets: Sequence[int], schedules: Sequence[PipelineSchedule] = ()) -> list[GraphKey]:
+        """All graphs of these batch sizes, largest first."""
+        keys = [self._model.sequential_key(rows, prefill) for rows in buckets for prefill in (True, False)]
+        keys += [GraphKey(schedule.batch_tokens, True, schedule.name) for schedule in schedules]
+        return sorted(dict.fromkeys(keys), key=lambda key: -key.rows)
 
     def _capture(self) -> Any:
         """All graphs; the pool of their memory."""
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        keys, pool = _graph_keys(self._buckets, self._served), torch.cuda.graph_pool_handle()
+        keys, pool = self._graph_keys(self._buckets, self._served), torch.cuda.graph_pool_handle()
         before = torch.cuda.mem_get_info()[0]
         for number, key in enumerate(keys):
             self._progress("capturing graphs", number / len(keys))
@@ -274,7 +279,7 @@ class _Loader:
             staging=staging,
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
-            graphs=(len(_graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES
+            graphs=(len(self._graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES
             + (_EXCHANGE_BYTES if self._twin else 0),
         )
 
@@ -311,7 +316,7 @@ def schedules_of(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedul
     operators = layer_operators(spec)
     schedules = list(config.schedules)
     if config.nano_batches > 1:
-        rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > _NO_PREFILL_ROWS]
+        rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > NO_PREFILL_ROWS]
         schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
     for schedule in schedules:
         check_schedule(schedule, operators)
@@ -326,16 +331,3 @@ def _batch_sizes(max_batch_tokens: int) -> tuple[int, ...]:
     while sizes[-1] < max_batch_tokens:
         sizes.append(sizes[-1] + max(512, 1 << (sizes[-1].bit_length() - 3)))
     return (*(size for size in sizes if size < max_batch_tokens), max_batch_tokens)
-
-
-def graph_key(rows: int, has_prefill: bool) -> GraphKey:
-    """Above _NO_PREFILL_ROWS an idle prefill launch costs less than another graph."""
-    return GraphKey(rows, has_prefill or rows > _NO_PREFILL_ROWS)
-
-
-def _graph_keys(buckets: Sequence[int], schedules: Sequence[PipelineSchedule] = ()) -> list[GraphKey]:
-    """All graphs of these batch sizes, largest first."""
-    sizes = sorted(buckets, reverse=True)
-    keys = [graph_key(rows, prefill) for rows in sizes for prefill in (True, False)]
-    keys += [GraphKey(schedule.batch_tokens, True, schedule.name) for schedule in schedules]
-    return sorted(dict.fromkeys(keys), key=lambda key: -key.rows)

@@ -20,12 +20,14 @@ from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequenti
 from autosearch.specs import ModelSpec
 from worker.cuda_layers import CudaLayers, Rows, nothing
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
-from worker.folded_norms import is_folded
+from worker.folded_norms import fold_norms, is_folded
 from worker.kernel_set import How, KernelSet
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
 from worker.models.parameters import EMBEDDING, FINAL_NORM, LM_HEAD
 from worker.streams import CudaStreams, LaneOrder, OneStream, Streams
+
+NO_PREFILL_ROWS = 128  # up to here batches of decodes alone have a graph of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class GraphKey:
     rows: int
     has_prefill: bool
     schedule: str = ""  # by name; empty: sequential
+    folded: bool = False  # the sequential one with folded norms
 
 
 class CudaModel:
@@ -58,6 +61,7 @@ class CudaModel:
         self.last_tokens = torch.zeros(limits.slots + 1, dtype=torch.int32, device=device)
         self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
         self.layers = CudaLayers(spec, weights, limits, kernels, self.view, self.page_table, max_model_len)
+        self._gemms = [_sizes(weights[f"layers.0.{name}"]) for name in ("qkv", "o", "gate_up", "down")]
         self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
         self._random_hidden = like.new_zeros(RANDOM_ROWS, spec.hidden_size)
         self._random_logits = like.new_zeros(RANDOM_ROWS, self._head().shape[0])
@@ -73,6 +77,19 @@ class CudaModel:
         """The same weights with buffers and streams of its own: to run beside this one. kernels: with their own too."""
         return CudaModel(self.spec, self._weights, self.limits, kernels, self._max_model_len, self._device)
 
+    def sequential_key(self, rows: int, has_prefill: bool) -> GraphKey:
+        """What runs a batch of this size where no schedule is chosen: with folded norms where these are faster.
+
+        Above NO_PREFILL_ROWS an idle prefill launch costs less than another graph.
+        """
+        folded = self.can_fold and self._kernels.folds_norms(rows, self._gemms)
+        return GraphKey(rows, has_prefill or rows > NO_PREFILL_ROWS, folded=folded)
+
+    @property
+    def can_fold(self) -> bool:
+        """Whether rows before their norm fit the type."""
+        return self.layers.residual.dtype != torch.float16
+
     def use_cache(self, cache: KVCache) -> None:
         """Run on this KV cache from now on; graphs of another one are dropped."""
         self._graphs.clear()
@@ -83,7 +100,7 @@ class CudaModel:
         operators = layer_operators(self.spec)
         for schedule in schedules:
             check_schedule(schedule, operators)
-            if is_folded(schedule) and self.layers.residual.dtype == torch.float16:
+            if is_folded(schedule) and not self.can_fold:
                 raise InvalidScheduleError(f"{schedule.name}: rows before their norm do not fit float16: use bfloat16")
             known = self._schedules.get(schedule.name, schedule)
             if known.operations != schedule.operations:
@@ -215,7 +232,10 @@ class CudaModel:
 
     def schedule(self, key: GraphKey) -> PipelineSchedule:
         """What the iteration's layers run by."""
-        return self._schedules[key.schedule] if key.schedule else sequential(layer_operators(self.spec), key.rows)
+        if key.schedule:
+            return self._schedules[key.schedule]
+        plain = sequential(layer_operators(self.spec), key.rows)
+        return fold_norms(plain) if key.folded else plain
 
     def _run_layers(
         self, schedule: PipelineSchedule, operators: Mapping[str, LayerOperator[Rows]], num_layers: int
@@ -255,7 +275,12 @@ class CudaModel:
 
     def _last_delta(self, key: GraphKey) -> torch.Tensor | None:
         """What the last layer has left to add to the residual."""
-        return None if key.schedule and is_folded(self.schedule(key)) else self.layers.delta
+        return None if is_folded(self.schedule(key)) else self.layers.delta
+
+
+def _sizes(weight: torch.Tensor) -> tuple[int, int]:
+    """Columns and depth."""
+    return weight.shape[0], weight.shape[1]
 
 
 def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:

@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from worker.kernels.gemm import Tile
 from worker.kernels.skinny_gemm import SkinnyTile
 
 SKINNY_ROWS = 32  # up to here the skinny kernel reads all weights fastest
 DEEP, DEEP_ROWS = 8192, 64  # weights of this depth up to so many rows
 MEASURED_ROWS = 512  # from here on plain shapes are timed; between these and the skinny ones cuBLAS was ahead
+FULL_WAVES = 0.96  # of the SMs' time: the persistent kernel's tiles fill so much of it where folded norms pay
 _ADVANTAGE = 0.98  # a challenger must be this much faster, or noise would choose
 _LAUNCHES = 8
 
@@ -35,6 +37,19 @@ def skinny_tile(rows: int, columns: int, depth: int) -> SkinnyTile:
     while blocks * splits < 200 and depth // splits > 2048 and splits < most:
         splits *= 2
     return SkinnyTile(splits=splits) if blocks * splits >= 128 else SkinnyTile(columns=32, depth=256, splits=splits)
+
+
+def filled_share(rows: int, shapes: Sequence[tuple[int, int]], sms: int) -> float:
+    """How much of the SMs' time the persistent kernel's tiles fill, over GEMMs with weights of these [columns, depth].
+
+    The last wave of tiles leaves SMs idle, and the last tiles of rows and columns are padded.
+    """
+    tile, useful, taken = Tile(), 0.0, 0.0
+    for columns, depth in shapes:
+        tiles = -(-rows // tile.rows) * -(-columns // tile.columns)
+        useful += rows * columns * depth
+        taken += -(-tiles // sms) * sms * tile.rows * tile.columns * depth
+    return useful / taken
 
 
 class GemmChoice:

@@ -5,6 +5,7 @@ Knows nothing of models or plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,9 @@ class Norm:
 
 class KernelSet(Protocol):
     """What the model needs; shapes as in the modules of worker.kernels."""
+
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        """Whether a batch of so many rows is faster with folded norms, for weights of these [columns, depth]."""
 
     def embed(
         self, tokens: torch.Tensor, last_tokens: torch.Tensor, table: torch.Tensor, out: torch.Tensor
@@ -148,6 +152,9 @@ class ReferenceKernels:
     gather_norm = staticmethod(reference.gather_add_rms_norm)
     rope_append = staticmethod(reference.rope_append)
     sample = staticmethod(reference.sample)
+
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        return False
 
     def linear(
         self,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule, sequential
 from scheduler.plan import IterationPlan
-from worker.cuda_loading import graph_key
 from worker.cuda_model import CudaModel, GraphKey
 from worker.device_batch import row_of_tokens
+from worker.folded_norms import fold_norms
 from worker.layer_watch import Watched, watch
 from worker.power_meter import watts_between
 from worker.steady_batch import SteadyBatch, pack_steady
@@ -29,6 +29,13 @@ _PER_ROUND, _MOST_PER_ROUND = 2, 64
 _POLL_S = 0.002  # between two looks at the energy counter
 
 
+def sequential_ways(model: CudaModel, rows: int) -> list[PipelineSchedule]:
+    """The sequential schedules of a batch size: first the one that serves, then with folded norms, or without."""
+    served, plain = model.schedule(model.sequential_key(rows, True)), sequential(layer_operators(model.spec), rows)
+    ways = [served, plain, *([fold_norms(plain)] if model.can_fold else [])]
+    return list({way.operations: way for way in ways}.values())
+
+
 class ScheduleBench:
     """Runs schedules of plan's batch size on a loaded model. To be used from one thread."""
 
@@ -36,7 +43,6 @@ class ScheduleBench:
         """joules: the card's energy counter."""
         self._model, self.plan, self._joules = model, plan, joules
         self._cuda = model.view.block.is_cuda
-        self._sequential = sequential(layer_operators(model.spec), plan.num_tokens)
         self._ready: dict[str, tuple[GraphKey, SteadyBatch]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
 
@@ -61,9 +67,8 @@ class ScheduleBench:
             return self._ready[schedule.name]
         model, rows = self._model, self.plan.num_tokens
         assert schedule.batch_tokens == rows, "a schedule of another batch size"
-        if schedule.operations == self._sequential.operations:
-            key = graph_key(rows, True)
-        else:
+        key = model.sequential_key(rows, True)
+        if schedule.operations != model.schedule(key).operations:
             model.use_schedules([schedule])
             key = GraphKey(rows, True, schedule.name)
         batch = pack_steady(model, self.plan, model.cuts(key))

@@ -6,6 +6,7 @@ schedule. Knows nothing of models or plans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -60,6 +61,10 @@ class TritonKernels:
         twin = TritonKernels(*self._made_with)
         twin.gemm_choice = self.gemm_choice
         return twin
+
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        fits = all(columns % 8 == 0 == depth % 8 for columns, depth in shapes)
+        return fits and self._choice.filled_share(rows, shapes, self._sms) >= self._choice.FULL_WAVES
 
     def linear(
         self,

@@ -86,7 +86,7 @@ class Tuned:
 
 def tune(
     bench: Bench,
-    sequential: PipelineSchedule,
+    sequential: Sequence[PipelineSchedule],
     family: Family,
     proposed: Iterable[PipelineSchedule],
     workload: Workload,
@@ -94,9 +94,12 @@ def tune(
     effort: Effort = Effort(),
     say: Callable[[str], None] = lambda line: None,
 ) -> Tuned:
-    """Measure for one batch: the family, and what others proposed. What comes back is planned for that batch."""
+    """Measure for one batch: the family, and what others proposed. What comes back is planned for that batch.
+
+    sequential: with folded norms and without; first the one that is served where no schedule is chosen.
+    """
     pool: dict[str, PipelineSchedule] = {}
-    bench.run(sequential, effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
+    bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
     screened: dict[str, float] = {}
 
     def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
@@ -107,14 +110,13 @@ def tune(
             say(f"{schedule.name}: {ms:.2f} ms")
         return [pool[name] for name in sorted(screened, key=screened.__getitem__)[: effort.num_finalists]]
 
-    folded = fold_norms(sequential)
     best_few = screen([*family.start(), *proposed])
     while best_few and (steps := [near for near in family.near(best_few[0]) if near.name not in screened]):
         best_few = screen(steps)
-    best_few = screen(map(fold_norms, best_few))
-    own = [sequential, folded]
-    finalists = measure_in_turns(bench, [*own, *best_few], effort)
-    baseline = min(finalists[: len(own)], key=lambda measured: measured.median_ms)
+    if len(sequential) > 1:
+        best_few = screen(map(fold_norms, best_few))
+    finalists = measure_in_turns(bench, [*sequential, *best_few], effort)
+    baseline = min(finalists[: len(sequential)], key=lambda measured: measured.median_ms)
     ranked = tuple(sorted(finalists, key=lambda measured: measured.median_ms))
     best = ranked[0]
     # Beside what is served where no schedule is chosen.

@@ -131,9 +131,9 @@ def _whole_runs(
         on = device_facts(executor.is_cuda)
         if executor.is_cuda:
             gemm_rate(executor.spec, executor.dtype)  # the card is as warm for the first run as for the last
-        effort, repeats, results = options.steady.sweep_effort, options.num_repeats, []
+        repeats, results = options.num_repeats, []
         for load in options.loads:
-            results.append(ablation_runs.run_load(engine, executor, load, prepared, repeats, effort, say))
+            results.append(ablation_runs.run_load(engine, executor, load, prepared, repeats, say))
             say("\n".join(table(results[-1])))
     finally:
         executor.close()

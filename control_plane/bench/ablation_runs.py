@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.pipeline import PipelineSchedule
 from autosearch.specs import ModelSpec
 from control_plane.bench.ablation_plan import Load, Mode, in_turns
 from control_plane.bench.ablation_table import LoadResult, Row
@@ -26,10 +25,7 @@ from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.cuda_loading import schedules_of
 from worker.folded_norms import fold_norms
-from worker.schedule_bench import ScheduleBench
 from worker.schedule_choice import ScheduleChoice
-from worker.steady_batch import steady_plan
-from worker.tuner import Effort, measure_in_turns
 
 Meter = Callable[[], GpuMeter]
 
@@ -53,14 +49,15 @@ class Prepared:
     config: WorkerConfig
     tuned: tuple[PipelineSchedule, ...]
     nano_batches: tuple[PipelineSchedule, ...]  # of every batch size that is large enough
-    sequential_folded: tuple[PipelineSchedule, ...]  # of the same sizes
-    nano_batches_folded: tuple[PipelineSchedule, ...]
+    nano_batches_folded: tuple[PipelineSchedule, ...]  # of the same sizes, with folded norms
 
-    def choices(self, folded: bool) -> dict[Mode, ScheduleChoice | None]:
-        """By what each mode chooses; folded: where nothing overlaps, norms are folded."""
+    def choices(self, folds: Callable[[int], bool]) -> dict[Mode, ScheduleChoice | None]:
+        """By what each mode chooses; folds: whether a batch size's sequential schedule has folded norms."""
+        pairs = zip(self.nano_batches, self.nano_batches_folded)
+        like_sequential = [folded if folds(plain.batch_tokens) else plain for plain, folded in pairs]
         return {
-            Mode.NON_OVERLAP: ScheduleChoice(self.sequential_folded) if folded else None,
-            Mode.NANO_BATCH: ScheduleChoice(self.nano_batches_folded if folded else self.nano_batches),
+            Mode.NON_OVERLAP: None,
+            Mode.NANO_BATCH: ScheduleChoice(like_sequential),
             Mode.OVERLAP: ScheduleChoice(self.tuned),
         }
 
@@ -71,13 +68,11 @@ def prepare(engine: EngineConfig, num_nano_batches: int) -> Prepared:
         raise ConfigError("schedules: whole runs compare the schedules of a folder; `nanoflow tune` makes them")
     config = single_rank_config(replace(engine, nano_batches=num_nano_batches))
     spec = ModelSpec.from_folder(config.model_dir)
-    operators = layer_operators(spec)
     tuned = schedules_of(replace(config, nano_batches=1), spec)
     nano_batches = schedules_of(replace(config, schedules=()), spec)
-    sequential_folded = tuple(fold_norms(sequential(operators, each.batch_tokens)) for each in nano_batches)
     nano_batches_folded = tuple(map(fold_norms, nano_batches))
-    config = replace(config, schedules=(*config.schedules, *sequential_folded, *nano_batches_folded))
-    return Prepared(config, tuned, nano_batches, sequential_folded, nano_batches_folded)
+    config = replace(config, schedules=(*config.schedules, *nano_batches_folded))
+    return Prepared(config, tuned, nano_batches, nano_batches_folded)
 
 
 def run_load(
@@ -86,31 +81,19 @@ def run_load(
     load: Load,
     prepared: Prepared,
     num_repeats: int,
-    effort: Effort,
     say: Callable[[str], None],
 ) -> LoadResult:
-    """All modes in turns on an engine that was loaded with their schedules. effort: to find out what non-overlap is."""
+    """All modes in turns on an engine that was loaded with their schedules."""
+    model = executor.model
     meter = GpuMeter if executor.is_cuda else None
-    folded = _folding_helps(executor, load, effort)
-    by_mode = prepared.choices(folded)
+    by_mode = prepared.choices(lambda rows: model.sequential_key(rows, True).folded)
     played: dict[Mode, list[Played]] = {mode: [] for mode in by_mode}
     for mode in in_turns(list(by_mode), num_repeats):
         executor.use_choice(by_mode[mode])
         played[mode].append(_play(engine, executor, load, meter))
         say(f"  {load.name} {mode}: {played[mode][-1].tokens_per_s:.0f} tokens/s")
-    note = f"the faster of two: where nothing overlaps, norms are {'folded into GEMMs' if folded else 'by themselves'}"
     rows = tuple(_row(mode, runs) for mode, runs in played.items())
-    return LoadResult(load.name, str(load.workload), rows, notes=(note,))
-
-
-def _folding_helps(executor: CudaExecutor, load: Load, effort: Effort) -> bool:
-    """Whether the load's steady iteration is faster with folded norms, nothing overlapped."""
-    model, capacity = executor.model, executor.capacity
-    mix = load.steady_mix(capacity.max_batch_tokens, capacity.max_slots, capacity.num_pages, capacity.page_size)
-    plan = steady_plan(model.limits, mix, num_pages=capacity.num_pages, vocab_size=model.spec.vocab_size)
-    plain = sequential(layer_operators(model.spec), mix.rows)
-    without, with_them = measure_in_turns(ScheduleBench(model, plan), [plain, fold_norms(plain)], effort)
-    return with_them.median_ms < without.median_ms
+    return LoadResult(load.name, str(load.workload), rows)
 
 
 def _play(engine: EngineConfig, executor: CudaExecutor, load: Load, meter: Callable[[], GpuMeter] | None) -> Played:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autosearch.operators import layer_operators
 from autosearch.pipeline import PipelineSchedule
 from control_plane.bench.ablation_engine import (
     bench_of,
@@ -37,6 +36,7 @@ from control_plane.progress import ProgressLine
 from scheduler.ports import Executor
 from worker.backend import open_executor
 from worker.cuda_executor import CudaExecutor
+from worker.schedule_bench import sequential_ways
 from worker.schedule_choice import ScheduleChoice
 from worker.steady_batch import SteadyMix, fill_pages
 from worker.tuner import Effort
@@ -93,8 +93,8 @@ def run(engine: EngineConfig, options: Options, opened: OpenExecutor = open_exec
 def _steady(engine: EngineConfig, parts: Sequence[Part], effort: Effort) -> Found:
     tuned = tuned_schedules(engine)
     loaded = load_largest(engine)
-    operators, rows = layer_operators(loaded.spec), single_rank_config(engine).max_batch_tokens
-    plans = fixed_plans(operators, rows, tuned)
+    rows = single_rank_config(engine).max_batch_tokens
+    plans = fixed_plans(sequential_ways(loaded.model, rows)[0], tuned)
     mixes = [part.full_mix(rows, *room(loaded.capacity)) for part in parts]
     fill_pages(loaded.cache)
     results = []
@@ -143,7 +143,7 @@ def _served(engine: EngineConfig, parts: Sequence[Part], effort: Effort, opened:
                 f"requests of {longest} tokens do not fit {capacity.max_model_len}: lower --request-tokens"
             )
         mixes = [part.full_mix(rows, *room(capacity)) for part in parts]
-        plans = fixed_plans(layer_operators(executor.spec), rows, tuned)
+        plans = fixed_plans(sequential_ways(executor.model, rows)[0], tuned)
         choices: dict[str, ScheduleChoice | None] = {CHOICE: ScheduleChoice(tuned), plans[0].name: None}
         choices |= {plan.name: ScheduleChoice([forced(plan)]) for plan in plans[1:]}
         if executor.is_cuda:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autosearch.operators import Operator
-from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.pipeline import PipelineSchedule
 from control_plane.bench.ablation_plan import Load
 from control_plane.bench.workload import FIRST_TOKEN_ID, LAST_TOKEN_ID
 from control_plane.options import ConfigError
@@ -82,17 +81,16 @@ def _most(mean: int) -> int:
     return mean + int(SPREAD * mean)
 
 
-def fixed_plans(
-    operators: Sequence[Operator], rows: int, schedules: Sequence[PipelineSchedule]
-) -> list[PipelineSchedule]:
-    """The sequential schedule and those of this batch size, each once by what it runs. Raises ConfigError."""
+def fixed_plans(sequential: PipelineSchedule, schedules: Sequence[PipelineSchedule]) -> list[PipelineSchedule]:
+    """The sequential schedule and those of its batch size, each once by what it runs. Raises ConfigError."""
+    rows = sequential.batch_tokens
     own = [schedule for schedule in schedules if schedule.batch_tokens == rows]
     if not own:
         raise ConfigError(
             f"none of the schedules is for full batches of {rows} rows: nanoflow tune --batch-sizes {rows}"
         )
     found: dict[object, PipelineSchedule] = {}
-    for schedule in (sequential(operators, rows), *own):
+    for schedule in (sequential, *own):
         found.setdefault(what_runs(schedule), schedule)
     return list(found.values())
 

@@ -11,6 +11,7 @@ from autosearch.specs import ModelSpec
 from worker.power_meter import NvmlCard
 
 PERIOD_S = 0.5  # between two readings of power and clocks
+_MOST_GEMMS = 20_000  # launches of a layer's four: of a small model the rate is the launches'
 MEMORY_BYTES_PER_S = 4.3e12  # what decode attention and few-row GEMMs are held against: an H200's HBM in practice
 
 
@@ -73,7 +74,7 @@ def gemm_rate(spec: ModelSpec, dtype: torch.dtype, rows: int = 2048, seconds: fl
     y = [torch.empty(rows, n, device="cuda", dtype=dtype) for n, _ in shapes]
     flops = 2.0 * rows * sum(n * k for n, k in shapes)
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    count = max(4, int(seconds * 6e14 / flops))
+    count = min(max(4, int(seconds * 6e14 / flops)), _MOST_GEMMS)
     for i in range(count):
         if i == count // 2:
             begin.record()

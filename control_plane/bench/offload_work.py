@@ -92,7 +92,9 @@ def read_blocks(path: Path, limit: int | None = None) -> list[BlockSession]:
                 num_leading = next((i for i, block in enumerate(blocks) if block not in seen), len(blocks))
                 seen.update(blocks)
                 found.append(BlockSession(number, row["timestamp"] / 1000, blocks, num_leading * BLOCK_PAGE))
-    except (OSError, UnicodeDecodeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigError(f"mooncake={path}: {error}") from None
+    except (UnicodeDecodeError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ConfigError(f"mooncake={path}: timestamp and hash_ids are expected on every line: {error}") from None
     if not found:
         raise ConfigError(f"mooncake={path}: there is no request in it")

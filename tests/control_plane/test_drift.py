@@ -112,9 +112,9 @@ def test_each_plan_is_compared_once_and_forced_upon_every_batch():
         measured_at(sequential(OPERATORS, 2048), "c", 0.9, 1.0),
         measured_at(decode_beside(OPERATORS, 1024, 512, 0.5), "small", 0.5, 1.05),
     ]
-    assert [plan.name for plan in fixed_plans(OPERATORS, 2048, tuned)] == ["sequential-2048", "a"]
+    assert [plan.name for plan in fixed_plans(sequential(OPERATORS, 2048), tuned)] == ["sequential-2048", "a"]
     with pytest.raises(ConfigError, match="--batch-sizes 512"):
-        fixed_plans(OPERATORS, 512, tuned)
+        fixed_plans(sequential(OPERATORS, 512), tuned)
     assert ScheduleChoice([tuned[0]]).choose(2048, 100, 100 * 9).name == ""
     assert ScheduleChoice([forced(tuned[0])]).choose(2048, 100, 100 * 9).name == "a"
 

@@ -286,3 +286,8 @@ def test_the_command_refuses_what_cannot_be_played(tmp_path):
     short.write_text("conversation,round,wait_s,prompt_tokens,output_tokens\n0,0,0,5,5\n")
     assert "no prompt fills a page" in refused("--rounds", str(short))
     assert "plot" in refused("--limit", "1", "--plot", "/proc/none.png")
+
+
+def test_a_trace_that_is_not_there_is_said_to_be_missing(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_blocks(tmp_path / "trace.jsonl")

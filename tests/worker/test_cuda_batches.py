@@ -18,7 +18,6 @@ from scheduler.plan import IterationPlan, StepResult
 from worker import sampler
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import graph_key
 from worker.device_batch import RANDOM_ROWS
 from worker.triton_kernels import FEW_ROWS
 
@@ -108,7 +107,7 @@ def test_a_graph_computes_what_launch_by_launch_is(executor, planner, ask, rows)
     def compare(plan: IterationPlan, count: int) -> None:
         has_prefill = len(plan.slots) > plan.num_decodes
         seen.add(has_prefill)
-        key = graph_key(executor.capacity.buckets[plan.bucket].batch_tokens, has_prefill)
+        key = model.sequential_key(executor.capacity.buckets[plan.bucket].batch_tokens, has_prefill)
         assert key in model._graphs or not executor.is_cuda
         tokens, logits = outcome(count)
         with torch.inference_mode():

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from autosearch.specs import ModelSpec
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import _batch_sizes, _graph_keys, check, graph_key, load_model
+from worker.cuda_loading import _batch_sizes, check, load_model
+from worker.cuda_model import GraphKey
 from worker.executor import CapacityError
 
 
@@ -27,12 +28,14 @@ def test_every_batch_has_a_bucket_that_wastes_little(most, data):
     assert bucket - rows < max(128, rows / 4 + 512)
 
 
-def test_each_batch_finds_its_graph_and_there_are_few():
+def test_each_batch_finds_its_graph_and_there_are_few(random_model):
     sizes = _batch_sizes(2048)
-    keys = _graph_keys(sizes)
-    assert keys[0].rows == 2048  # the largest first: the others fit into its memory
+    config = WorkerConfig(random_model("llama"), dtype="float32", max_slots=8, page_size=16, num_pages=32)
+    model = load_model(config, lambda what, share: None, [1]).model
+    keys = {model.sequential_key(rows, prefill) for rows in sizes for prefill in (True, False)}
     assert len(keys) <= 32
-    assert {graph_key(rows, prefill) for rows in sizes for prefill in (True, False)} == set(keys)
+    assert {key.rows for key in keys} == set(sizes)
+    assert all(GraphKey(rows, True) in keys for rows in sizes)
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,8 @@ from worker.cuda_executor import CudaExecutor
 from worker.cuda_loading import _EXCHANGE_BYTES, _GRAPH_BYTES, check
 from worker.executor import CapacityError
 from worker.folded_norms import fold_norms
+from worker.kernel_set import ReferenceKernels
+from worker.schedule_bench import sequential_ways
 from worker.schedule_sets import SchedulesRefusedError
 
 ROWS, SLOTS = 160, 12
@@ -70,6 +72,27 @@ def test_folded_norms_give_the_same_tokens_in_any_schedule(device, family, rando
     assert all(tokens == seen["sequential"] for tokens in seen.values())
     if device == "cpu":
         assert seen["sequential"] == run(config_for(folder, device))[0]
+
+
+def test_a_sequential_schedule_with_folded_norms_serves_where_the_kernels_want_it(random_model, monkeypatch):
+    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    expected, _ = run(config_for(folder, "cpu"))
+    asked = []
+
+    def folds_norms(self, rows, shapes):
+        asked.append((rows, tuple(shapes)))
+        return rows == ROWS
+
+    monkeypatch.setattr(ReferenceKernels, "folds_norms", folds_norms)
+    assert run(config_for(folder, "cpu")) == (expected, 0)  # and it counts as sequential
+    assert {rows for rows, _ in asked} >= {ROWS}
+    assert {shapes for _, shapes in asked} == {((512, 256), (256, 256), (768, 256), (256, 384))}
+    model = CudaExecutor(config_for(folder, "cpu")).model
+    assert [model.sequential_key(rows, True).folded for rows in (ROWS, ROWS - 32)] == [True, False]
+    assert sequential_ways(model, ROWS)[0].name == f"sequential-{ROWS}-folded"
+    half = CudaExecutor(replace(config_for(folder, "cpu"), dtype="float16")).model
+    assert not half.sequential_key(ROWS, True).folded
+    assert [way.name for way in sequential_ways(half, ROWS)] == [f"sequential-{ROWS}"]
 
 
 def run(config: WorkerConfig) -> tuple[dict[str, list[int]], int]:

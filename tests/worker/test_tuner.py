@@ -9,6 +9,7 @@ from autosearch.decode_beside import DecodeBeside, decode_beside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import sequential
 from autosearch.workload import Workload
+from worker.folded_norms import fold_norms
 from worker.schedule_choice import ScheduleChoice
 from worker.streams import LaneOrder
 from worker.tuner import Effort, Reading, measure_in_turns, tune
@@ -16,6 +17,7 @@ from worker.tuner import Effort, Reading, measure_in_turns, tune
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
 WORK = Workload(2048, 1024.0, 1024 * 768.0, 1024 * 512.0)
 SEQUENTIAL = sequential(OPERATORS, 2048)
+WAYS = [SEQUENTIAL, fold_norms(SEQUENTIAL)]
 FAMILY = [decode_beside(OPERATORS, 2048, 1024, share) for share in (0.25, 0.4, 0.5, 0.6, 0.75)]
 
 
@@ -44,7 +46,7 @@ def times(best: float) -> dict[str, float]:
 
 
 def test_the_fastest_is_kept_with_its_figures():
-    tuned = tune(FakeBench(times(67.0)), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
+    tuned = tune(FakeBench(times(67.0)), WAYS, NOTHING, FAMILY, WORK, 32)
     assert tuned.best.name == FAMILY[2].name
     assert tuned.best.measured.tokens_per_s_per_gpu == pytest.approx(2048 / 67e-3, rel=0.01)
     assert tuned.best.measured.sequential_tokens_per_s_per_gpu == pytest.approx(2048 / 70e-3, rel=0.01)
@@ -55,7 +57,7 @@ def test_the_fastest_is_kept_with_its_figures():
 
 
 def test_what_is_not_faster_than_the_sequential_schedule_is_not_kept():
-    tuned = tune(FakeBench(times(73.0)), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
+    tuned = tune(FakeBench(times(73.0)), WAYS, NOTHING, FAMILY, WORK, 32)
     assert tuned.best.name == SEQUENTIAL.name
     assert tuned.gain == 1
     choice = ScheduleChoice([tuned.best]).choose(2048, 1000, 760_000)
@@ -65,12 +67,12 @@ def test_what_is_not_faster_than_the_sequential_schedule_is_not_kept():
 
 def test_folded_norms_count_for_both_sides():
     """Where they help, the best sequential schedule has them too, and the gain is over that one."""
-    tuned = tune(FakeBench(times(67.0), folding=0.98), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
+    tuned = tune(FakeBench(times(67.0), folding=0.98), WAYS, NOTHING, FAMILY, WORK, 32)
     assert tuned.best.name == f"{FAMILY[2].name}-folded"
     assert tuned.sequential.schedule.name == f"{SEQUENTIAL.name}-folded"
     assert tuned.gain == pytest.approx(70 / 67, rel=0.01)
     assert tuned.best.measured.sequential_tokens_per_s_per_gpu == pytest.approx(2048 / 70e-3, rel=0.01)
-    alone = tune(FakeBench(times(72.0), folding=0.98), SEQUENTIAL, NOTHING, FAMILY, WORK, 32)
+    alone = tune(FakeBench(times(72.0), folding=0.98), WAYS, NOTHING, FAMILY, WORK, 32)
     assert alone.gain == 1
     assert ScheduleChoice([alone.best]).choose(2048, 1000, 760_000).name == f"{SEQUENTIAL.name}-folded"
 
@@ -102,7 +104,7 @@ def test_the_search_climbs_to_the_best_of_the_family():
             return Reading(ms + 2 * (name != schedule.name), 45.0)
 
     bench = Landscape()
-    tuned = tune(bench, SEQUENTIAL, family, (), WORK, 32)
+    tuned = tune(bench, WAYS, family, (), WORK, 32)
     assert tuned.best.name == "decode-beside-2048-1152-0.545-4-cuda-wide"
     assert bench.runs < 80
 
