@@ -61,7 +61,6 @@ class CudaExecutor:
         self.spec, self.dtype, limits = self._loaded.spec, self._loaded.dtype, self._loaded.limits
         self._capacity, self._memory = self._loaded.capacity, self._loaded.memory
         self._schedules = self._loaded.schedules
-        self._choice = self._schedules.choice
         self._device = torch.device(config.device)
         self._cuda = self._device.type == "cuda"
         self._mover: PageMover | None = None
@@ -113,7 +112,7 @@ class CudaExecutor:
     def use_schedules(self, number: int) -> None:
         """Plans submitted from now on run by the set that was prepared under this number."""
         if not self._closed:
-            self._choice = self._schedules.use(number)
+            self._schedules.use(number)
 
     def close(self) -> None:
         """Wait for the device and free everything. Idempotent."""
@@ -143,7 +142,7 @@ class CudaExecutor:
 
     def use_choice(self, choice: ScheduleChoice | None) -> None:
         """By which of the loaded schedules later plans run; None: all sequential. Between runs, for benchmarks."""
-        self._choice = choice
+        self._schedules.use_choice(choice)
 
     @property
     def memory_bytes(self) -> dict[str, int]:
@@ -168,9 +167,9 @@ class CudaExecutor:
         """The graph to run, and whether no schedule was measured for batches like it although some were."""
         rows = self._capacity.buckets[plan.bucket].batch_tokens
         sequential = self.model.sequential_key(rows, len(plan.slots) > plan.num_decodes)
-        if self._choice is None:
+        if self._schedules.choice is None:
             return sequential, False
-        choice = self._choice.choose_for(plan, rows)
+        choice = self._schedules.choice.choose_for(plan, rows)
         return GraphKey(rows, True, choice.name) if choice.name else sequential, not choice.is_known
 
     def _queue(self, packed: Packed, stage: _Stage) -> None:

@@ -147,14 +147,14 @@ class KernelSet(Protocol):
 class ReferenceKernels:
     """Plain torch, on any device."""
 
-    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
-        return False
-
     embed = staticmethod(reference.embed)
     norm = staticmethod(reference.add_rms_norm)
     gather_norm = staticmethod(reference.gather_add_rms_norm)
     rope_append = staticmethod(reference.rope_append)
     sample = staticmethod(reference.sample)
+
+    def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
+        return False
 
     def linear(
         self,

@@ -131,14 +131,17 @@ class ScheduleSets:
         """Make a set ready under this number. Raises SchedulesRefusedError."""
         self._run(lambda: self._prepare(number, schedules))
 
-    def use(self, number: int) -> ScheduleChoice | None:
+    def use(self, number: int) -> None:
         """Serve by the set that was made ready under this number, from the next iteration on."""
         self._retired.append(self._runner.mark())  # before the exchange: from then on the old set may be freed
         self._serving = self._ready[number]
         del self._ready[number]
         with suppress(RuntimeError):  # closed: all is freed with the device
             self._thread.submit(self._free)
-        return self.choice
+
+    def use_choice(self, choice: ScheduleChoice | None) -> None:
+        """Let iterations choose by this one, among the schedules that serve, until another set does: for benchmarks."""
+        self._serving = replace(self._serving, choice=choice)
 
     def drop(self, number: int) -> None:
         """Free a set that is ready and was not used. One that is not there is ignored."""

@@ -123,11 +123,23 @@ def test_another_schedule_of_a_name_that_serves_is_told_apart():
 def test_schedules_slower_than_the_sequential_one_are_known_and_never_prepared():
     sets, runner = sets_of(measured("old"))
     sets.prepare(1, [measured("slow", gain=0.97)])
-    choice = sets.use(1)
-    assert choice is not None
-    assert choice.choose(ROWS, 128, 128 * 700).name == SEQUENTIAL
-    assert choice.choose(ROWS, 128, 128 * 700).is_known
+    sets.use(1)
+    assert sets.choice is not None
+    assert sets.choice.choose(ROWS, 128, 128 * 700).name == SEQUENTIAL
+    assert sets.choice.choose(ROWS, 128, 128 * 700).is_known
     assert runner.prepare_calls == []
+
+
+def test_another_choice_serves_until_a_set_does():
+    sets, runner = sets_of(measured("old"))
+    assert chosen(sets, 128) == "old"
+    sets.use_choice(None)
+    assert chosen(sets, 128) == SEQUENTIAL
+    sets.prepare(1, [measured("new", 64)])
+    sets.use(1)
+    assert chosen(sets, 64) == "new"
+    sets.free()
+    assert list(runner.prepared) == ["new"]
 
 
 @pytest.mark.parametrize(
