@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,22 +48,26 @@ class CudaSchedules:
             raise InvalidScheduleError(str(error)) from None
 
     def rehearse(self) -> None:
-        """Run typical schedules on the twin, before serving and in the thread that will prepare others.
+        """Prepare typical schedules, run them and forget them: before serving, in the thread that will prepare others.
 
-        What that compiles, loads and reserves would stop iterations for some 50 ms if it came first beside them.
+        What is compiled, loaded and reserved at the first time would stop iterations if it came beside them.
         """
-        assert self._twin is not None, "there is nothing to rehearse on"
-        rows = self._twin.limits.rows
+        rows = self._model.limits.rows
         if rows < 2:
             return
-        share = round(self._twin.num_sms / 2 / SM_STEP) * SM_STEP / self._twin.num_sms
-        beside = decode_beside(layer_operators(self._twin.spec), rows, rows // 2, share, kernel=KERNELS[0])
-        try:
-            with torch.inference_mode():
-                for schedule in (beside, fold_norms(beside)):
-                    self._try(self._twin, schedule, GraphKey(rows, True, schedule.name))
-        except (PartitionError, InvalidScheduleError) as error:
-            log.warning("no schedule that shares the SMs can be exchanged here: %s", error)
+        share = round(self._model.num_sms / 2 / SM_STEP) * SM_STEP / self._model.num_sms
+        beside = decode_beside(layer_operators(self._model.spec), rows, rows // 2, share, kernel=KERNELS[0])
+        beside = replace(beside, name="a rehearsal")  # no name that a user's has
+        for schedule in (beside, fold_norms(beside)) if self._model.can_fold else (beside,):
+            try:
+                self.prepare(schedule)
+                with torch.inference_mode():
+                    self._model.run(GraphKey(rows, True, schedule.name))
+                self.mark()()
+            except InvalidScheduleError as error:
+                log.warning("no schedule that shares the SMs can be exchanged here: %s", error)
+            finally:
+                self.release(schedule.name)
 
     def release(self, name: str) -> None:
         self._model.forget(name)

@@ -65,6 +65,9 @@ def log(monkeypatch) -> Log:
         def capture_end(self):
             log.calls.append("end")
 
+        def replay(self):
+            log.calls.append("replay")
+
         def reset(self):
             log.calls.append("reset")
 
@@ -118,15 +121,17 @@ def test_a_schedule_is_tried_on_the_twin_and_then_captured(executor, schedule, l
     assert (model._schedules, model._cuts, model._graphs) == ({}, {}, {})
 
 
-def test_a_rehearsal_runs_on_the_twin_alone_and_leaves_nothing(executor, log, monkeypatch):
+def test_a_rehearsal_goes_all_the_way_and_leaves_nothing(executor, log, monkeypatch):
     model, twin = executor.model, twin_of(executor.model)
-    names = []
-    monkeypatch.setattr(twin, "_iteration", lambda key, *parts: names.append(key.schedule))
-    monkeypatch.setattr(model, "_iteration", lambda *args: pytest.fail("the model that serves was touched"))
+    monkeypatch.setattr(twin, "_iteration", lambda key, *parts: log.calls.append(f"twin: {key.schedule}"))
+    monkeypatch.setattr(model, "_iteration", lambda key: log.calls.append(f"model: {key.schedule}"))
     CudaSchedules(model, twin, None).rehearse()
-    assert [name.endswith("folded") for name in names] == [False, True]
+    steps = [call for call in log.calls if call.startswith(("twin", "model", "re"))]
+    assert steps == [
+        *("twin: a rehearsal", "model: a rehearsal", "replay", "reset"),
+        *("twin: a rehearsal-folded", "model: a rehearsal-folded", "replay", "reset"),
+    ]
     assert (model._schedules, twin._schedules, model._graphs, twin._graphs) == ({}, {}, {}, {})
-    assert not any("begin" in call for call in log.calls)
 
 
 def test_a_device_that_cannot_be_divided_starts_all_the_same(executor, monkeypatch, log, caplog):

@@ -17,7 +17,6 @@ import torch
 
 from worker.kernels.launch import Argument, launch
 
-_LOG2E = 1.4426950408889634
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
@@ -140,6 +139,6 @@ def decode_attention(
     pointers += [workspace.out, workspace.max, workspace.sum, out]
     arguments: list[Argument] = [(tensor.data_ptr(), ctypes.c_void_p) for tensor in pointers]
     arguments += [(tensor.stride(0), ctypes.c_longlong) for tensor in (q, page_table, out)]
-    arguments += [(_LOG2E / math.sqrt(head_dim), ctypes.c_float), (int(helps), ctypes.c_int)]
+    arguments += [(math.log2(math.e) / math.sqrt(head_dim), ctypes.c_float), (int(helps), ctypes.c_int)]
     stream = torch.cuda.current_stream(q.device).cuda_stream
     launch(kernel.kernel.ptr, sms * variant.blocks, variant.warps * 32, arguments, stream, chained=True)
