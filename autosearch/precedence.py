@@ -49,11 +49,16 @@ class ChainedLayers:
         """For each operation what it waits for: (index, layers back), rows, lane and explicit waits together."""
         return tuple(tuple(sorted(set(self._waits_of(index)))) for index in range(len(self.operations)))
 
-    def _waits_of(self, index: int) -> Iterator[tuple[int, int]]:
+    def own_waits(self, index: int) -> Iterator[Wait]:
+        """What the operation waits for by rows and explicitly, not by lane."""
         yield from self.data_waits[index]
         operation = self.operations[index]
         yield from ((other, 0) for other in operation.after)
         yield from ((other, 1) for other in operation.after_previous)
+
+    def _waits_of(self, index: int) -> Iterator[Wait]:
+        yield from self.own_waits(index)
+        operation = self.operations[index]
         lane = [i for i, other in enumerate(self.operations) if other.lane == operation.lane]
         position = lane.index(index)
         yield (lane[position - 1], 0) if position else (lane[-1], 1)

@@ -248,7 +248,7 @@ class CudaModel:
             span = (operation.start, operation.end)
             ranges = numbers.get(operation.operator)
             number = ranges.index(span) if ranges else 0
-            rows = Rows(*span, number, How(order.places[index].sms, operation.kernel, operation.helps))
+            rows = Rows(*span, number, How(order.places[index].sms, operation.kernel, order.may_overtake(index)))
             operators[operation.operator].run(layer, rows)
 
         order.run(num_layers, self._streams, launch)

@@ -25,7 +25,7 @@ class How:
 
     sms: int | None = None  # SMs that it has; None: all
     kernel: str = ""  # a variant by name; empty: the default
-    helps: bool = False  # with what another operation on the same rows began
+    helps: bool = False  # with what another operation on the same rows began; the kernel before it may still run
 
 
 ANY_WAY = How()

@@ -70,7 +70,8 @@ class LaneOrder:
         """Raises PartitionError where more than two lanes share the SMs."""
         self.operations = schedule.operations
         self.places = _places(schedule, num_sms)
-        self.waits = _events(ChainedLayers(schedule.operations, tuple(operators)).waits, self.places)
+        self._layers = ChainedLayers(schedule.operations, tuple(operators))
+        self.waits = _events(self._layers.waits, self.places)
         self.marked = frozenset(wait[0] for waits in self.waits for wait in waits)
 
     @property
@@ -82,6 +83,15 @@ class LaneOrder:
     def num_events(self) -> int:
         """Waits between places in one layer."""
         return sum(len(waits) for waits in self.waits)
+
+    def may_overtake(self, index: int) -> bool:
+        """Whether the operation may begin while its place is still busy with what it was given before.
+
+        True of what helps, where all that it waits for had ended before that began.
+        """
+        if not self.operations[index].helps or self.waits[index]:
+            return False
+        return all(self.places[other] != self.places[index] for other, _ in self._layers.own_waits(index))
 
     def run(self, num_layers: int, streams: Streams, launch: Callable[[int, int], None]) -> None:
         """Launch all layers' operations, launch(layer, index), in issue order; ends with everything joined."""

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autosearch.catalog import find_model
+from autosearch.decode_beside import decode_beside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import NanoOperation, PipelineSchedule, nanobatch_only, sequential
 from autosearch.precedence import ChainedLayers
+from worker.folded_norms import fold_norms
 from worker.streams import WHOLE, LaneOrder, PartitionError, Place
 
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
@@ -125,6 +127,36 @@ def on_two_lanes(attention: float, gemms: float) -> PipelineSchedule:
     second = [NanoOperation(name, half, ROWS, 0, gemms) for name in ("decode_attention", "o", "ffn_norm", "up_gate")]
     decode = NanoOperation("decode_attention", 0, half, 1, attention, after=(3,))
     return PipelineSchedule("two lanes", ROWS, (*whole, decode, *second, *first, NanoOperation("down", 0, ROWS)))
+
+
+@pytest.mark.parametrize("num_beside", [1, 2, 3])
+def test_what_helps_may_overtake_projections(num_beside):
+    plain = decode_beside(OPERATORS, ROWS, ROWS // 2, 0.5, num_beside)
+    for schedule in (plain, fold_norms(plain)):
+        order = LaneOrder(schedule, OPERATORS, SMS)
+        overtaking = [op for index, op in enumerate(order.operations) if order.may_overtake(index)]
+        assert overtaking == [op for op in order.operations if op.helps]
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_nothing_overtakes_what_it_reads(share):
+    """On its own part of the SMs, or on all of them, where only an event tells that it has ended."""
+    half = ROWS // 2
+    before = [NanoOperation(name, 0, ROWS) for name in ("attn_norm", "qkv")]
+    appended = NanoOperation("rope_append", 0, ROWS, 0, share)
+    begun = NanoOperation("decode_attention", 0, half, 1, 0.5)
+    helper = NanoOperation("decode_attention", 0, half, 0, 0.5, helps=True)
+    other = NanoOperation("decode_attention", half, ROWS, 0, 0.5)
+    after = [NanoOperation("prefill_attention", 0, ROWS, after=(3,))]
+    after += [NanoOperation(name, 0, ROWS) for name in ("o", "ffn_norm", "up_gate", "down")]
+    schedule = PipelineSchedule("s", ROWS, (*before, appended, begun, helper, other, *after))
+    schedule.validate(OPERATORS)
+    order = LaneOrder(schedule, OPERATORS, SMS)
+    assert not any(map(order.may_overtake, range(len(order.operations))))
+    waiting = PipelineSchedule("t", ROWS, (*before, appended, begun, other, helper, *after))
+    waiting.validate(OPERATORS)
+    order = LaneOrder(waiting, OPERATORS, SMS)
+    assert order.may_overtake(5) == (share == 1.0)
 
 
 @pytest.mark.parametrize(
