@@ -141,7 +141,7 @@ class CudaModel:
         would. Captures follow each other; all are of one stream, so that graphs of a pool share their memory.
         """
         graph = torch.cuda.CUDAGraph()
-        with _no_collection(), torch.cuda.stream(self._capture_stream):
+        with no_collection(), torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 self._iteration(key)
@@ -190,7 +190,7 @@ class CudaModel:
         """A graph of what run_parts() runs."""
         graph = torch.cuda.CUDAGraph()
         self.run_parts(key, parts, num_layers)
-        with torch.cuda.graph(graph):
+        with no_collection(), torch.cuda.graph(graph):
             self.run_parts(key, parts, num_layers)
         return graph
 
@@ -302,7 +302,7 @@ def parameter_bytes(weights: Mapping[str, torch.Tensor]) -> int:
 
 
 @contextmanager
-def _no_collection() -> Iterator[None]:
+def no_collection() -> Iterator[None]:
     """Garbage stays for a while: freeing another model's graphs would end the capture that this thread is in."""
     was_enabled = gc.isenabled()
     gc.disable()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from worker.cuda_model import CudaModel, GraphKey
+from worker.cuda_model import CudaModel, GraphKey, no_collection
 from worker.streams import Place, Streams
 
 _REPLAYS = 2  # before each look
@@ -100,7 +100,7 @@ def _look_on_gpu(
 ) -> Iterator[Sample]:
     moments: Moments = {}
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with no_collection(), torch.cuda.graph(graph):
         model.run_watched(key, lambda inner: WatchedStreams(inner, num_operations, layers, _recorded_event, moments))
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     start = time.perf_counter()

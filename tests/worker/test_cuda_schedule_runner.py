@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -166,6 +167,24 @@ def test_a_capture_that_fails_is_ended_and_no_graph_is_kept(executor, schedule, 
     assert log.calls[-2:] == ["begin in None, thread_local", "end"]
     runner.release("new")
     assert (model._schedules, model._graphs) == ({}, {})
+
+
+def test_no_garbage_is_collected_within_a_capture(executor, log, monkeypatch):
+    """Another engine's graphs may be among it."""
+    model, collects = executor.model, []
+
+    @contextmanager
+    def graph(captured):
+        collects.append(gc.isenabled())
+        yield
+        collects.append(gc.isenabled())
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(model, "_iteration", lambda *which: collects.append(gc.isenabled()))
+    model.capture(GraphKey(ROWS, True), None)
+    model.capture_parts(GraphKey(ROWS, True), ("o",))
+    assert collects == [False, True, False, False, False]
+    assert gc.isenabled()
 
 
 def test_a_device_that_cannot_be_divided_so_refuses(executor, schedule, log, monkeypatch):
