@@ -62,6 +62,7 @@ class CudaModel:
         self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
         self.layers = CudaLayers(spec, weights, limits, kernels, self.view, self.page_table, max_model_len)
         self._gemms = [_sizes(weights[f"layers.0.{name}"]) for name in ("qkv", "o", "gate_up", "down")]
+        self._why_not_folded = _why_not_folded(like.dtype, self._gemms)
         self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
         self._random_hidden = like.new_zeros(RANDOM_ROWS, spec.hidden_size)
         self._random_logits = like.new_zeros(RANDOM_ROWS, self._head().shape[0])
@@ -87,8 +88,8 @@ class CudaModel:
 
     @property
     def can_fold(self) -> bool:
-        """Whether rows before their norm fit the type."""
-        return self.layers.residual.dtype != torch.float16
+        """Whether any schedule may have folded norms."""
+        return not self._why_not_folded
 
     def use_cache(self, cache: KVCache) -> None:
         """Run on this KV cache from now on; graphs of another one are dropped."""
@@ -101,7 +102,7 @@ class CudaModel:
         for schedule in schedules:
             check_schedule(schedule, operators)
             if is_folded(schedule) and not self.can_fold:
-                raise InvalidScheduleError(f"{schedule.name}: rows before their norm do not fit float16: use bfloat16")
+                raise InvalidScheduleError(f"{schedule.name}: norms cannot be folded: {self._why_not_folded}")
             known = self._schedules.get(schedule.name, schedule)
             if known.operations != schedule.operations:
                 raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")
@@ -281,6 +282,15 @@ class CudaModel:
 def _sizes(weight: torch.Tensor) -> tuple[int, int]:
     """Columns and depth."""
     return weight.shape[0], weight.shape[1]
+
+
+def _why_not_folded(dtype: torch.dtype, shapes: Sequence[tuple[int, int]]) -> str:
+    """What forbids folded norms, with weights of these [columns, depth]; empty where nothing does."""
+    if dtype == torch.float16:
+        return "rows before their norm do not fit float16: use bfloat16"
+    if any(size % 8 for shape in shapes for size in shape):  # TMA wants rows of whole 16 bytes
+        return "the model's weights have sizes that are no multiples of 8"
+    return ""
 
 
 def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:

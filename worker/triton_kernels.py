@@ -63,8 +63,7 @@ class TritonKernels:
         return twin
 
     def folds_norms(self, rows: int, shapes: Sequence[tuple[int, int]]) -> bool:
-        fits = all(columns % 8 == 0 == depth % 8 for columns, depth in shapes)
-        return fits and self._choice.filled_share(rows, shapes, self._sms) >= self._choice.FULL_WAVES
+        return self._choice.filled_share(rows, shapes, self._sms) >= self._choice.FULL_WAVES
 
     def linear(
         self,

@@ -95,6 +95,19 @@ def test_a_sequential_schedule_with_folded_norms_serves_where_the_kernels_want_i
     assert [way.name for way in sequential_ways(half, ROWS)] == [f"sequential-{ROWS}"]
 
 
+def test_norms_are_not_folded_where_rows_are_no_whole_16_bytes(random_model, monkeypatch):
+    """The kernels that fold read them by TMA: such a model is served, tuned and rehearsed without."""
+    monkeypatch.setattr(ReferenceKernels, "folds_norms", lambda *shapes: True)
+    folder = random_model("llama", **{**SHAPE, "intermediate_size": 172}, max_position_embeddings=512)
+    executor = CudaExecutor(config_for(folder, "cpu"))
+    model, plain = executor.model, sequential(layer_operators(executor.spec), ROWS)
+    assert not model.sequential_key(ROWS, True).folded
+    assert sequential_ways(model, ROWS) == [plain]
+    with pytest.raises(InvalidScheduleError, match="no multiples of 8"):
+        model.use_schedules([fold_norms(plain)])
+    executor.close()
+
+
 def run(config: WorkerConfig) -> tuple[dict[str, list[int]], int]:
     """Tokens by request, and how many iterations ran by another schedule than the sequential one."""
     executor = CudaExecutor(config)
