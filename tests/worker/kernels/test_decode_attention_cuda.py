@@ -154,11 +154,11 @@ def run_on_gpu(work: Work, num_ranges: int, workspace, variant) -> torch.Tensor:
     space.arrived, space.out, space.max, space.sum = workspace
     inputs = [tensor.cuda() for tensor in (work.q, work.k, work.v, work.table, work.units)]
     spans, out = work.spans.cuda(), work.out.cuda()
+    tickets = torch.zeros(num_ranges, 1, dtype=torch.int32, device="cuda")  # there before what helps may begin
     for number in range(num_ranges):
-        ticket = torch.zeros(1, dtype=torch.int32, device="cuda")
-        decode_attention_cuda.decode_attention(
-            *inputs, spans[number:], ticket, space, out, group=work.group, sms=2, variant=variant, helps=number % 2 == 1
-        )
+        for helps in (False, True):
+            tensors = *inputs, spans[number:], tickets[number], space, out
+            decode_attention_cuda.decode_attention(*tensors, group=work.group, sms=2, variant=variant, helps=helps)
     return out.cpu()
 
 
