@@ -54,6 +54,7 @@ class WorkerService:
         from worker import backend
 
         self._executor = backend.open_executor(self._config, self._rank, self._note_progress, rendezvous)
+        gc.collect()
         gc.freeze()  # for as long as the process lives: no step waits while garbage is sought among all of this
         return self._executor.capacity
 

@@ -66,6 +66,8 @@ class CudaSchedules:
                 self.mark()()
             except InvalidScheduleError as error:
                 log.warning("no schedule that shares the SMs can be exchanged here: %s", error)
+            except Exception:  # to serve without exchanges is better than not to serve
+                log.exception("an exchange of schedules could not be rehearsed: those to come may fail, or take long")
             finally:
                 self.release(schedule.name)
 

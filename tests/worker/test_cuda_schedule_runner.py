@@ -135,14 +135,16 @@ def test_a_rehearsal_goes_all_the_way_and_leaves_nothing(executor, log, monkeypa
     assert (model._schedules, twin._schedules, model._graphs, twin._graphs) == ({}, {}, {}, {})
 
 
-def test_a_device_that_cannot_be_divided_starts_all_the_same(executor, monkeypatch, log, caplog):
+@pytest.mark.parametrize("error", [PartitionError("cuda-bindings are missing"), RuntimeError("out of memory")])
+def test_a_device_that_cannot_do_it_starts_all_the_same(error, executor, monkeypatch, log, caplog):
     def refuse(schedules):
-        raise PartitionError("cuda-bindings are missing")
+        raise error
 
     twin = twin_of(executor.model)
     monkeypatch.setattr(twin, "use_schedules", refuse)
     CudaSchedules(executor.model, twin, None).rehearse()
-    assert "cuda-bindings are missing" in caplog.text
+    assert str(error) in caplog.text
+    assert (executor.model._schedules, executor.model._graphs) == ({}, {})
 
 
 def test_what_waits_for_the_iterations_is_an_event_behind_them(log):
