@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from control_plane.options import PREFIX
+from control_plane.options import PREFIX, default_of
 from control_plane.store_affinity import Affinity, beside_gpus, started_on
 from kvstore import arena
 from kvstore.keys import StoreError
@@ -157,7 +157,7 @@ class StoreHost:
                 process.wait(patience_s)
         process.kill()
         process.wait()
-        arena.remove_abandoned(KVServiceConfig(0).arena_folder)  # its memory, which may be why it was killed
+        arena.remove_abandoned(default_of(KVServiceConfig, "arena_folder"))  # its memory: it may be why it died
         if self._listening is not None:
             self._listening.join(1.0)  # to the last of its words
         for pipe in (process.stdin, process.stdout, process.stderr):

@@ -7,6 +7,7 @@ kernel that can do so is as fast as the one that cannot: a measurement decides. 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule
@@ -28,3 +29,8 @@ def is_folded(schedule: PipelineSchedule) -> bool:
         wanted = ", ".join(f"{name}: {kernel}" for name, kernel in _KERNELS.items())
         raise InvalidScheduleError(f"{schedule.name}: norms are folded everywhere or nowhere, by kernels {wanted}")
     return folded == {True}
+
+
+def folded_too(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
+    """Those of them that have no folded norms yet, with them."""
+    return [fold_norms(schedule) for schedule in schedules if not is_folded(schedule)]

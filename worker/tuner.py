@@ -15,7 +15,7 @@ from typing import Protocol
 
 from autosearch.pipeline import Figures, PipelineSchedule
 from autosearch.workload import Workload
-from worker.folded_norms import fold_norms
+from worker.folded_norms import folded_too
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def tune(
     while best_few and (steps := [near for near in family.near(best_few[0]) if near.name not in screened]):
         best_few = screen(steps)
     if len(sequential) > 1:
-        best_few = screen(map(fold_norms, best_few))
+        best_few = screen(folded_too(best_few))
     finalists = measure_in_turns(bench, [*sequential, *best_few], effort)
     baseline = min(finalists[: len(sequential)], key=lambda measured: measured.median_ms)
     ranked = tuple(sorted(finalists, key=lambda measured: measured.median_ms))

@@ -18,7 +18,7 @@ from autosearch.precedence import NanoOperation
 from autosearch.workload import BATCH_STEP, RequestLengths, fitted_batch_tokens
 from control_plane.bench.workload import Workload
 from control_plane.options import ConfigError
-from worker.folded_norms import fold_norms, is_folded
+from worker.folded_norms import folded_too
 from worker.steady_batch import SteadyMix
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ def sequential_candidates(
     """
     plain = sequential(operators, rows)
     found = [plain, *(with_kernels(plain, kernels_of(schedule)) for schedule in overlapping)]
-    found += [fold_norms(schedule) for schedule in found if not is_folded(schedule)]
+    found += folded_too(found)
     return list({schedule.operations: schedule for schedule in found}.values())
 
 

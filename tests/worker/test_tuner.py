@@ -77,6 +77,13 @@ def test_folded_norms_count_for_both_sides():
     assert ScheduleChoice([alone.best]).choose(2048, 1000, 760_000).name == f"{SEQUENTIAL.name}-folded"
 
 
+def test_what_is_folded_already_is_measured_once():
+    bench = FakeBench(times(67.0), folding=0.98)
+    tuned = tune(bench, WAYS, NOTHING, [fold_norms(schedule) for schedule in FAMILY], WORK, 32)
+    assert tuned.best.name == f"{FAMILY[2].name}-folded"
+    assert sorted(name for name, _ in tuned.screened) == sorted(f"{schedule.name}-folded" for schedule in FAMILY)
+
+
 def test_a_card_that_slows_down_on_the_way_harms_all_alike():
     bench = FakeBench({"a": 50.0, "b": 50.0, "c": 50.0}, noise=0.0, drift=0.01)
     named = [type(SEQUENTIAL)(name, 2048, SEQUENTIAL.operations) for name in "abc"]
