@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosearch.errors import AutosearchError
 from autosearch.interference import Activity
 from autosearch.operators import Resource
-from autosearch.planner import SweepPoint
 from autosearch.simulate import Span, Timeline
+
+if TYPE_CHECKING:
+    from autosearch.planner import SweepPoint  # solvers, which pictures do without
 
 COLOURS = {
     "qkv": "#4e79a7",
