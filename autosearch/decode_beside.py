@@ -2,8 +2,8 @@
 
 A batch lists its decodes first. Cut between decodes and prefill rows, or within the decodes, it becomes two
 nano-batches of which the first has most of the attention: while that runs on a part of the SMs, the other one's
-projections run on the rest; all else runs on whole batches and all SMs. When the GEMMs have ended, their SMs help
-with the attention. So a layer has one phase in which two resources are busy, two hand-overs and few waits. Knows
+projections (and prefill attention, and what comes before it) run on the rest; all else runs on whole batches and all
+SMs. When the GEMMs have ended, their SMs help with the attention. So a layer has one phase in which two resources are busy, two hand-overs and few waits. Knows
 nothing of devices.
 """
 
@@ -28,33 +28,44 @@ def decode_beside(
     attention_share: float,
     num_beside: int = 3,
     kernel: str = "",
+    num_before: int = 0,
 ) -> PipelineSchedule:
-    """The schedule that has decode attention of rows [0, split) beside what follows attention of the other rows.
+    """The schedule that has decode attention of rows [0, split) beside other operators of the other rows.
 
     attention_share: of the SMs, for attention. num_beside: how many operators, from the one after attention, the
-    other rows run beside it; what is left of them runs after it. kernel: variant of decode attention while SMs are
-    shared.
+    other rows run beside it; what is left of them runs after it. num_before: how many of those before it too, the
+    last first: prefill attention (of all rows), then what it waits for. kernel: variant of decode attention while SMs
+    are shared.
     """
     names = [operator.name for operator in operators]
-    first = names.index(ATTENTION[-1]) + 1
+    decode, prefill = ATTENTION
+    first = names.index(prefill) + 1
     before, beside, after = names[: first - 2], names[first : first + num_beside], names[first + num_beside :]
+    num_whole = len(before) + 1 - max(1, num_before)
+    early = before[num_whole:]  # of the other rows beside attention
     rest = 1 - attention_share
 
     def whole(name: str, start: int = 0, end: int = batch_tokens) -> NanoOperation:
         return NanoOperation(name, start, end)
 
-    decode, prefill = ATTENTION
-    operations = [whole(name) for name in (*before, prefill)]
-    prefilled = (len(operations) - 1,)
+    def shared(name: str, start: int = split) -> NanoOperation:
+        return NanoOperation(name, start, batch_tokens, GEMM_LANE, rest)
+
+    operations = [*map(whole, before[:num_whole]), *(whole(name, 0, split) for name in early)]
+    operations += [] if num_before else [whole(prefill)]
+    last = (len(operations) - 1,)
     operations += [
-        NanoOperation(decode, 0, split, ATTENTION_LANE, attention_share, kernel, after=prefilled),
+        NanoOperation(decode, 0, split, ATTENTION_LANE, attention_share, kernel, after=last),
+        *map(shared, early),
+        *([shared(prefill, 0)] if num_before else []),
         NanoOperation(decode, split, batch_tokens, GEMM_LANE, rest, kernel),
-        *(NanoOperation(name, split, batch_tokens, GEMM_LANE, rest) for name in beside),
+        *map(shared, beside),
         NanoOperation(decode, 0, split, GEMM_LANE, rest, kernel, helps=True),
         *(whole(name, 0, split) for name in beside),
         *(whole(name) for name in after),
     ]
-    parts = ("decode-beside", f"{batch_tokens}-{split}-{attention_share:.3f}-{num_beside}", kernel)
+    steps = f"{num_before}+{num_beside}" if num_before else f"{num_beside}"
+    parts = ("decode-beside", f"{batch_tokens}-{split}-{attention_share:.3f}-{steps}", kernel)
     name = "-".join(part for part in parts if part)
     return PipelineSchedule(name, batch_tokens, tuple(operations), decodes_first=True)
 
@@ -67,15 +78,25 @@ class Point:
     sms: int  # of that lane
     num_beside: int
     kernel: str
+    num_before: int = 0
 
 
 class DecodeBeside:
     """The family for one batch, as a landscape to climb: where to start, and what lies near a schedule."""
 
-    def __init__(self, operators: Sequence[Operator], batch_tokens: int, num_decodes: int, num_sms: int) -> None:
+    def __init__(
+        self,
+        operators: Sequence[Operator],
+        batch_tokens: int,
+        num_decodes: int,
+        num_sms: int,
+        kernels: Sequence[str] = KERNELS,
+    ) -> None:
+        """kernels: variants of decode attention to try, the first to start with."""
         self._operators, self._rows, self._num_sms = tuple(operators), batch_tokens, num_sms
-        self._decodes = num_decodes
+        self._decodes, self._kernels = num_decodes, tuple(kernels)
         names = [operator.name for operator in operators]
+        self._most_before = names.index(ATTENTION[-1])
         self._most_beside = len(names) - 1 - names.index(ATTENTION[-1])
         self._points: dict[str, Point] = {}
 
@@ -83,19 +104,24 @@ class DecodeBeside:
         """Cuts after the decodes and within them, at few shares. Empty where there is nothing to cut."""
         after = -(-self._decodes // ROW_STEP) * ROW_STEP
         within = ROW_STEP * round(self._decodes / 2 / ROW_STEP)
-        beside, kernel = self._most_beside - 1, KERNELS[0]
+        beside, kernel = self._most_beside - 1, self._kernels[0]
         points = [Point(cut, sms, beside, kernel) for cut in (after, within) for sms in (48, 64, 80)]
         return self._schedules(points)
 
     def near(self, schedule: PipelineSchedule) -> list[PipelineSchedule]:
-        """One step in each direction; empty for a schedule that is not of the family."""
+        """A step in each direction; empty for a schedule that is not of the family."""
         point = self._points.get(schedule.name)
         if point is None:
             return []
         steps = [replace(point, sms=point.sms + more) for more in (-SM_STEP, SM_STEP)]
         steps += [replace(point, cut=point.cut + more) for more in (-ROW_STEP, ROW_STEP)]
         steps += [replace(point, num_beside=point.num_beside + more) for more in (-1, 1)]
-        steps += [replace(point, kernel=kernel) for kernel in KERNELS if kernel != point.kernel]
+        steps += [replace(point, num_before=point.num_before + more) for more in (-1, 1)]
+        # More beside attention wants more SMs, and fewer for it.
+        steps += [
+            replace(point, sms=point.sms - more * SM_STEP, num_beside=point.num_beside + more) for more in (-1, 1)
+        ]
+        steps += [replace(point, kernel=kernel) for kernel in self._kernels if kernel != point.kernel]
         return self._schedules(steps)
 
     def _schedules(self, points: Iterable[Point]) -> list[PipelineSchedule]:
@@ -103,9 +129,18 @@ class DecodeBeside:
         found: dict[str, PipelineSchedule] = {}
         for point in points:
             possible = 0 < point.cut < self._rows and SM_STEP <= point.sms <= self._num_sms - 2 * SM_STEP
+            possible = possible and 0 <= point.num_before <= self._most_before
             if self._decodes and possible and 1 <= point.num_beside <= self._most_beside:
                 share = point.sms / self._num_sms
-                schedule = decode_beside(self._operators, self._rows, point.cut, share, point.num_beside, point.kernel)
+                schedule = decode_beside(
+                    self._operators,
+                    self._rows,
+                    point.cut,
+                    share,
+                    point.num_beside,
+                    point.kernel,
+                    point.num_before,
+                )
                 found[schedule.name] = schedule
                 self._points[schedule.name] = point
         return list(found.values())

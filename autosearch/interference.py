@@ -35,7 +35,10 @@ class Interference(Protocol):
 
 @dataclass(frozen=True)
 class Pairwise:
-    """The paper's: an operation's share decides its rate, whoever its neighbours are (Table 3)."""
+    """The paper's: an operation's share decides its rate, whoever its neighbours are (Table 3).
+
+    But two that are bound by one resource, as decode attention and what helps it, get no more of it than there is.
+    """
 
     table: ProfileTable
 
@@ -48,8 +51,12 @@ class Pairwise:
         return _along(self._curves[resource], sm_share)
 
     def rates(self, running: Sequence[Activity]) -> tuple[float, ...]:
-        """Each by its own share."""
-        return tuple(self.rate(activity.resource, activity.sm_share) for activity in running)
+        """Each by its own share; those of one resource together at most 1."""
+        asked = [self.rate(activity.resource, activity.sm_share) for activity in running]
+        sums = dict.fromkeys(Resource, 0.0)
+        for activity, rate in zip(running, asked):
+            sums[activity.resource] += rate
+        return tuple(rate / max(1.0, sums[activity.resource]) for activity, rate in zip(running, asked))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from autosearch.blocks import RANGE_STEP, Layer, build_layer
 from autosearch.cost_model import optimal_tokens_per_s_per_gpu
+from autosearch.decode_beside import KERNELS, DecodeBeside
 from autosearch.errors import AutosearchError
 from autosearch.growth import REAL_GAIN, add_near_bubble, first_slots, improves
 from autosearch.interference import Pairwise
@@ -84,6 +85,8 @@ def search(times: OperatorTimes, options: SearchOptions) -> SearchResult:
     base = predicted(sequential(times.operators(Collectives.ALL_REDUCE), batch), times, None)
     reports: list[StageReport] = []
     found = [predicted(plan, times, base) for layer in layers for plan in _plans(layer, batch, options, reports)]
+    if options.overlap is Overlap.ALL and times.target.num_gpus == 1:
+        found += _decode_beside(times, base)
     ranked = best_of_each_kind(found)[: options.num_candidates]
     kept = base
     if ranked and gain(ranked[0]) > times.table.spread:
@@ -213,6 +216,20 @@ def _plans(layer: Layer, batch: int, options: SearchOptions, reports: list[Stage
         if not any(improves(result.period_us, leader.period_us) for result in again):
             break
     yield from (result.schedule for result, _ in results if result.schedule)
+
+
+def _decode_beside(times: OperatorTimes, base: PipelineSchedule) -> list[PipelineSchedule]:
+    """Schedules of the family that one GPU is tuned in, up to the best: the MILPs have no operations that help."""
+    target, operators = times.target, times.operators(Collectives.ALL_REDUCE)
+    num_decodes, num_sms = round(target.work.decode_rows), times.table.measured_on.num_sms
+    family = DecodeBeside(operators, target.work.batch_tokens, num_decodes, num_sms, KERNELS[:1])
+    rated: dict[str, PipelineSchedule] = {}
+    steps = family.start()
+    while steps:
+        rated |= {schedule.name: predicted(schedule, times, base) for schedule in steps}
+        best = max(rated.values(), key=throughput)
+        steps = [near for near in family.near(best) if near.name not in rated]
+    return list(rated.values())
 
 
 def _stage1(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from planning import made_up_profile, made_up_times
 
 from autosearch.catalog import find_model
-from autosearch.decode_beside import decode_beside
+from autosearch.decode_beside import DecodeBeside, decode_beside
 from autosearch.interference import Pairwise
 from autosearch.operators import Collectives, layer_operators
 from autosearch.pipeline import InvalidScheduleError, NanoOperation, PipelineSchedule
@@ -22,10 +22,11 @@ MOE = layer_operators(find_model("mixtral-8x7b").spec)
     split=st.integers(1, 2047),
     share=st.floats(0.05, 0.95),
     num_beside=st.integers(1, 3),
+    num_before=st.integers(0, 4),
     operators=st.sampled_from([OPERATORS, MOE]),
 )
-def test_all_of_the_family_are_valid(split, share, num_beside, operators):
-    schedule = decode_beside(operators, 2048, split, share, num_beside)
+def test_all_of_the_family_are_valid(split, share, num_beside, num_before, operators):
+    schedule = decode_beside(operators, 2048, split, share, num_beside, num_before=num_before)
     schedule.validate(operators)
     assert PipelineSchedule.from_json(schedule.to_json()) == schedule
 
@@ -38,6 +39,41 @@ def test_one_phase_is_shared_and_all_else_has_all_sms():
     }
     assert [op.label for op in schedule.operations if op.helps] == ["decode_attention[0, 1024)"]
     assert schedule.ranges("decode_attention") == ((0, 1024), (1024, 2048))
+
+
+@pytest.mark.parametrize(
+    ("num_before", "early"),
+    [(1, []), (2, ["rope_append"]), (3, ["qkv", "rope_append"]), (4, ["attn_norm", "qkv", "rope_append"])],
+)
+def test_what_comes_before_attention_can_run_beside_it_too(num_before, early):
+    schedule = decode_beside(OPERATORS, 2048, 1024, 0.5, num_before=num_before)
+    operations = schedule.operations
+    decode = next(index for index, op in enumerate(operations) if op.operator == "decode_attention")
+    shared = [op.label for op in operations[decode + 1 :] if op.sm_share < 1]
+    assert shared[: len(early) + 1] == [*(f"{name}[1024, 2048)" for name in early), "prefill_attention[0, 2048)"]
+    assert operations[decode].after == (decode - 1,)  # its own rows' last step before it
+    assert {op.label for op in operations[:decode]} >= {f"{name}[0, 1024)" for name in early}
+
+
+def test_near_are_steps_of_one_kind_and_an_exchange_of_work_for_sms():
+    family = DecodeBeside(OPERATORS, 2048, 1016, 132)
+    middle = next(each for each in family.start() if "-1024-" in each.name and "-0.485-" in each.name)
+    names = {each.name.removeprefix("decode-beside-2048-") for each in family.near(middle)}
+    assert names == {
+        *("1024-0.424-3-cuda", "1024-0.545-3-cuda", "896-0.485-3-cuda", "1152-0.485-3-cuda"),
+        *("1024-0.485-2-cuda", "1024-0.485-4-cuda", "1024-0.485-1+3-cuda"),
+        *("1024-0.424-4-cuda", "1024-0.545-2-cuda", "1024-0.485-3-cuda-wide", "1024-0.485-3-cuda-small"),
+    }
+    later = next(each for each in family.near(middle) if "1+3" in each.name)
+    assert {"1024-0.485-3-cuda", "1024-0.485-2+3-cuda"} < {
+        each.name.removeprefix("decode-beside-2048-") for each in family.near(later)
+    }
+    assert {
+        op.kernel for each in DecodeBeside(OPERATORS, 2048, 1016, 132, ["other"]).start() for op in each.operations
+    } == {
+        "",
+        "other",
+    }
 
 
 def test_a_helper_must_help_something_that_can_be_shared():
@@ -65,13 +101,13 @@ def test_a_helper_must_help_something_that_can_be_shared():
 
 
 def test_what_is_left_goes_faster_with_help():
-    """Half the SMs run attention at 0.75, a GEMM at 0.5; both halves together run attention at 1.5."""
+    """Half the SMs run attention at 0.75, a GEMM at 0.5; both halves together run attention as fast as it ever is."""
     kinds = ("qkv", "o", "up_gate", "down", "prefill_attention", "o_all_reduce", "ffn_all_reduce")
     times = made_up_times(made_up_profile({**dict.fromkeys(kinds, 0.0), "decode_attention": 128.0, "o": 64.0}, 256))
     schedule = decode_beside(times.operators(Collectives.ALL_REDUCE), 256, 224, 0.5, num_beside=1)
     timeline = simulate(schedule, times, Pairwise(times.table), 1)
     other_rows = 8 / 0.5  # o of the last 32 rows, none of which decode
     left = 128 - 0.75 * other_rows
-    assert timeline.makespan_us == pytest.approx(other_rows + left / 1.5 + 56)
+    assert timeline.makespan_us == pytest.approx(other_rows + left + 56)
     alone = replace(schedule, operations=tuple(op for op in schedule.operations if not op.helps))
     assert simulate(alone, times, Pairwise(times.table), 1).makespan_us == pytest.approx(128 / 0.75 + 56)

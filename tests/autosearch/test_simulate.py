@@ -78,6 +78,8 @@ def test_invalid_schedules_are_refused():
 
 def test_pairwise_rates_are_the_tables():
     assert Pairwise(TABLE).rates([GEMM, DECODE, SEND]) == pytest.approx((0.6, 0.4, 0.6))
+    helped = [DECODE, replace(DECODE, sm_share=0.8)]
+    assert sum(Pairwise(TABLE).rates(helped)) == pytest.approx(1)  # two that read memory get no more than there is
     assert Pairwise(TABLE).rate(Resource.MEMORY, 0.25) == pytest.approx(0.45)  # between .2 and .3
 
 

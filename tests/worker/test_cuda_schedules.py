@@ -39,6 +39,9 @@ KERNELS = {"decode_attention": "4x4", **dict.fromkeys(("qkv", "o", "up_gate", "d
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+BEFORE = ((1, 4), (2, 100), (4, 4), (4, 100))
+
+
 def same_kernels(schedule: PipelineSchedule) -> PipelineSchedule:
     """Whatever part of the device an operation has."""
     operations = tuple(replace(op, kernel=KERNELS.get(op.operator, "")) for op in schedule.operations)
@@ -53,6 +56,8 @@ def schedules(folder) -> dict[str, PipelineSchedule]:
         # The cut lies within the decodes, at their end, and within the prefill rows.
         **{f"overlapped at {cut}": decode_beside(operators, ROWS, cut, 0.5) for cut in (4, SLOTS, 100)},
         "little beside attention": decode_beside(operators, ROWS, SLOTS, 0.25, num_beside=1),
+        # The cut lies within the decodes and within a prompt, whose first rows come before attention.
+        **{f"{n} before, {cut}": decode_beside(operators, ROWS, cut, 0.5, 4, num_before=n) for n, cut in BEFORE},
     }
 
 

@@ -129,9 +129,10 @@ def on_two_lanes(attention: float, gemms: float) -> PipelineSchedule:
     return PipelineSchedule("two lanes", ROWS, (*whole, decode, *second, *first, NanoOperation("down", 0, ROWS)))
 
 
+@pytest.mark.parametrize("num_before", [0, 1, 4])
 @pytest.mark.parametrize("num_beside", [1, 2, 3])
-def test_what_helps_may_overtake_projections(num_beside):
-    plain = decode_beside(OPERATORS, ROWS, ROWS // 2, 0.5, num_beside)
+def test_what_helps_may_overtake_projections(num_beside, num_before):
+    plain = decode_beside(OPERATORS, ROWS, ROWS // 2, 0.5, num_beside, num_before=num_before)
     for schedule in (plain, fold_norms(plain)):
         order = LaneOrder(schedule, OPERATORS, SMS)
         overtaking = [op for index, op in enumerate(order.operations) if order.may_overtake(index)]

@@ -96,7 +96,7 @@ def test_the_search_climbs_to_the_best_of_the_family():
     family = DecodeBeside(OPERATORS, 2048, 1016, 132)
 
     class Landscape:
-        """Fastest at 72 SMs, a cut at 1,152 and all four operators beside attention, in the second kernel."""
+        """Fastest at 72 SMs, a cut at 1,152, prefill attention and all four behind it beside, in the second kernel."""
 
         runs = 0
 
@@ -105,15 +105,17 @@ def test_the_search_climbs_to_the_best_of_the_family():
             name = schedule.name.removesuffix("-folded")
             if name == SEQUENTIAL.name:
                 return Reading(70.0, 45.0)
-            _, _, _, cut, share, beside, kernel = name.split("-", 6)
+            _, _, _, cut, share, steps, kernel = name.split("-", 6)
+            before, _, beside = steps.rpartition("+")
             sms = float(share) * 132
             ms = 65 + abs(sms - 72) / 8 + abs(int(cut) - 1152) / 128 + (4 - int(beside)) + (kernel != "cuda-wide")
+            ms += abs(int(before or 0) - 1)
             return Reading(ms + 2 * (name != schedule.name), 45.0)
 
     bench = Landscape()
     tuned = tune(bench, WAYS, family, (), WORK, 32)
-    assert tuned.best.name == "decode-beside-2048-1152-0.545-4-cuda-wide"
-    assert bench.runs < 80
+    assert tuned.best.name == "decode-beside-2048-1152-0.545-1+4-cuda-wide"
+    assert bench.runs < 100
 
 
 def test_the_family_is_valid_everywhere_and_empty_where_nothing_can_be_cut():
