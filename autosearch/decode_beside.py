@@ -1,10 +1,10 @@
 """A family of schedules for one GPU: decode attention beside other rows' GEMMs, and nothing else split.
 
-A batch lists its decodes first. Cut between decodes and prefill rows, or within the decodes, it becomes two
-nano-batches of which the first has most of the attention: while that runs on a part of the SMs, the other one's
+A batch lists its decodes first. Cut between decodes and prefill rows, or within the decodes, it becomes two nano-
+batches of which the first has most of the attention: while that runs on a part of the SMs, the other one's
 projections (and prefill attention, and what comes before it) run on the rest; all else runs on whole batches and all
-SMs. When the GEMMs have ended, their SMs help with the attention. So a layer has one phase in which two resources are busy, two hand-overs and few waits. Knows
-nothing of devices.
+SMs. When the GEMMs have ended, their SMs help with the attention. So a layer has one phase in which two resources are
+busy, two hand-overs and few waits. Knows nothing of devices.
 """
 
 from __future__ import annotations
