@@ -21,8 +21,11 @@ from autosearch.published_profiles import a100, h200
 SCHEMA = json.loads((PROFILE_FOLDER / "schema.json").read_text(encoding="utf-8"))
 
 
-def test_the_package_has_both_fixtures():
-    assert set(profile_names()) == {A100_PROFILE, H200_PROFILE}
+MEASURED = "h200-llama-3-8b-measured"
+
+
+def test_the_package_has_the_published_profiles_and_a_measured_one():
+    assert set(profile_names()) == {A100_PROFILE, H200_PROFILE, MEASURED}
 
 
 @pytest.mark.parametrize("table", [a100(), h200()], ids=lambda table: table.name)
@@ -30,7 +33,7 @@ def test_files_are_what_the_published_numbers_give(table):
     assert ProfileTable.from_file(table.name) == ProfileTable.from_json(table.to_json())
 
 
-@pytest.mark.parametrize("name", [A100_PROFILE, H200_PROFILE])
+@pytest.mark.parametrize("name", [A100_PROFILE, H200_PROFILE, MEASURED])
 def test_files_keep_the_schema(name):
     jsonschema.validate(json.loads((PROFILE_FOLDER / f"{name}.json").read_text(encoding="utf-8")), SCHEMA)
 
