@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autosearch.operators import ATTENTION, Operator
 from autosearch.pipeline import NanoOperation, PipelineSchedule
@@ -98,7 +99,6 @@ class DecodeBeside:
         names = [operator.name for operator in operators]
         self._most_before = names.index(ATTENTION[-1])
         self._most_beside = len(names) - 1 - names.index(ATTENTION[-1])
-        self._points: dict[str, Point] = {}
 
     def start(self) -> list[PipelineSchedule]:
         """Cuts after the decodes and within them, at few shares. Empty where there is nothing to cut."""
@@ -109,8 +109,8 @@ class DecodeBeside:
         return self._schedules(points)
 
     def near(self, schedule: PipelineSchedule) -> list[PipelineSchedule]:
-        """A step in each direction; empty for a schedule that is not of the family."""
-        point = self._points.get(schedule.name)
+        """A step in each direction; empty for a schedule that is not of the family, whatever it is called."""
+        point = self._point_of(schedule)
         if point is None:
             return []
         steps = [replace(point, sms=point.sms + more) for more in (-SM_STEP, SM_STEP)]
@@ -126,21 +126,40 @@ class DecodeBeside:
 
     def _schedules(self, points: Iterable[Point]) -> list[PipelineSchedule]:
         """Of those points that there are."""
-        found: dict[str, PipelineSchedule] = {}
-        for point in points:
-            possible = 0 < point.cut < self._rows and SM_STEP <= point.sms <= self._num_sms - 2 * SM_STEP
-            possible = possible and 0 <= point.num_before <= self._most_before
-            if self._decodes and possible and 1 <= point.num_beside <= self._most_beside:
-                share = point.sms / self._num_sms
-                schedule = decode_beside(
-                    self._operators,
-                    self._rows,
-                    point.cut,
-                    share,
-                    point.num_beside,
-                    point.kernel,
-                    point.num_before,
-                )
-                found[schedule.name] = schedule
-                self._points[schedule.name] = point
-        return list(found.values())
+        return list({schedule.name: schedule for schedule in map(self._at, filter(self._is_there, points))}.values())
+
+    def _is_there(self, point: Point) -> bool:
+        return (
+            self._decodes > 0
+            and 0 < point.cut < self._rows
+            and SM_STEP <= point.sms <= self._num_sms - 2 * SM_STEP
+            and 1 <= point.num_beside <= self._most_beside
+            and 0 <= point.num_before <= self._most_before
+        )
+
+    def _at(self, point: Point) -> PipelineSchedule:
+        share = point.sms / self._num_sms
+        return decode_beside(
+            self._operators, self._rows, point.cut, share, point.num_beside, point.kernel, point.num_before
+        )
+
+    def _point_of(self, schedule: PipelineSchedule) -> Point | None:
+        """Where the schedule stands, in other kernels of projections and norms too."""
+        attention = [operation for operation in schedule.operations if operation.lane == ATTENTION_LANE]
+        if len(attention) != 1 or schedule.batch_tokens != self._rows:
+            return None
+        first, plain = attention[0], _in_default_kernels(schedule)
+        sms = round(first.sm_share * self._num_sms)
+        for num_before, num_beside in product(range(self._most_before + 1), range(1, self._most_beside + 1)):
+            point = Point(first.end, sms, num_beside, first.kernel, num_before)
+            if self._is_there(point) and self._at(point).operations == plain:
+                return point
+        return None
+
+
+def _in_default_kernels(schedule: PipelineSchedule) -> tuple[NanoOperation, ...]:
+    """Its operations, attention's as they are."""
+    return tuple(
+        operation if operation.operator in ATTENTION else replace(operation, kernel="")
+        for operation in schedule.operations
+    )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autosearch.pipeline import Figures, PipelineSchedule
+from autosearch.pipeline import Figures, NanoOperation, PipelineSchedule
 from autosearch.workload import Workload
 from worker.folded_norms import folded_too
 
@@ -98,20 +98,22 @@ def tune(
 
     sequential: with folded norms and without; first the one that is served where no schedule is chosen.
     """
-    pool: dict[str, PipelineSchedule] = {}
+    pool: dict[tuple[NanoOperation, ...], PipelineSchedule] = {}  # each once, whatever it is called
     bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
     screened: dict[str, float] = {}
 
     def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
         """The best few so far."""
         for schedule in schedules:
-            ms = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
-            pool[schedule.name], screened[schedule.name] = schedule, ms
-            say(f"{schedule.name}: {ms:.2f} ms")
-        return [pool[name] for name in sorted(screened, key=screened.__getitem__)[: effort.num_finalists]]
+            if schedule.operations in pool:
+                continue
+            pool[schedule.operations] = schedule
+            screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
+            say(f"{schedule.name}: {screened[schedule.name]:.2f} ms")
+        return sorted(pool.values(), key=lambda schedule: screened[schedule.name])[: effort.num_finalists]
 
-    best_few = screen([*family.start(), *proposed])
-    while best_few and (steps := [near for near in family.near(best_few[0]) if near.name not in screened]):
+    best_few = screen([*proposed, *family.start()])
+    while best_few and (steps := [near for near in family.near(best_few[0]) if near.operations not in pool]):
         best_few = screen(steps)
     if len(sequential) > 1:
         best_few = screen(folded_too(best_few))

@@ -11,7 +11,7 @@ from autosearch.catalog import find_model
 from autosearch.decode_beside import DecodeBeside, decode_beside
 from autosearch.interference import Pairwise
 from autosearch.operators import Collectives, layer_operators
-from autosearch.pipeline import InvalidScheduleError, NanoOperation, PipelineSchedule
+from autosearch.pipeline import InvalidScheduleError, NanoOperation, PipelineSchedule, sequential
 from autosearch.simulate import simulate
 
 OPERATORS = layer_operators(find_model("llama-3-8b").spec)
@@ -74,6 +74,22 @@ def test_near_are_steps_of_one_kind_and_an_exchange_of_work_for_sms():
         "",
         "other",
     }
+
+
+def test_a_schedule_is_known_by_what_it_does():
+    family = DecodeBeside(OPERATORS, 2048, 1016, 132)
+    middle = decode_beside(OPERATORS, 2048, 1024, 64 / 132, kernel="cuda-wide", num_before=1)
+    in_other_kernels = tuple(replace(op, kernel="scaled") if op.operator == "qkv" else op for op in middle.operations)
+    stored = PipelineSchedule.from_json(replace(middle, name="measured", operations=in_other_kernels).to_json())
+    assert "decode-beside-2048-1024-0.485-2+3-cuda-wide" in {near.name for near in family.near(stored)}
+    assert family.near(stored) == family.near(middle)
+    for other in (
+        sequential(OPERATORS, 2048),
+        replace(middle, operations=middle.operations[:-1]),
+        decode_beside(OPERATORS, 1024, 512, 0.5),
+        decode_beside(OPERATORS, 2048, 1024, 0.01),
+    ):
+        assert family.near(other) == []
 
 
 def test_a_helper_must_help_something_that_can_be_shared():
