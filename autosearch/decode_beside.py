@@ -113,7 +113,7 @@ class DecodeBeside:
         point = self._point_of(schedule)
         if point is None:
             return []
-        steps = [replace(point, sms=point.sms + more) for more in (-SM_STEP, SM_STEP)]
+        steps = [replace(point, sms=sms) for sms in self._sizes_near(point.sms)]
         steps += [replace(point, cut=point.cut + more) for more in (-ROW_STEP, ROW_STEP)]
         steps += [replace(point, num_beside=point.num_beside + more) for more in (-1, 1)]
         steps += [replace(point, num_before=point.num_before + more) for more in (-1, 1)]
@@ -123,6 +123,13 @@ class DecodeBeside:
         ]
         steps += [replace(point, kernel=kernel) for kernel in self._kernels if kernel != point.kernel]
         return self._schedules(steps)
+
+    def _sizes_near(self, sms: int) -> list[int]:
+        """One group of SMs fewer and more, and with what is left beside whole groups for this lane or the other."""
+        left = self._num_sms % SM_STEP
+        between = (left - sms) % SM_STEP if left else 0  # 0: has it already
+        odd = [sms + between - SM_STEP, sms + between] if between else [sms - left, sms - left + SM_STEP]
+        return [sms - SM_STEP, sms + SM_STEP, *(odd if left else [])]
 
     def _schedules(self, points: Iterable[Point]) -> list[PipelineSchedule]:
         """Of those points that there are."""

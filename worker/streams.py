@@ -135,26 +135,33 @@ def _previous(places: Sequence[Place], index: int) -> Wait:
 
 
 def _places(schedule: PipelineSchedule, num_sms: int) -> tuple[Place, ...]:
-    """The first lane that takes a part gets it from one end of the device, the other from the other end."""
+    """One lane gets whole groups of SMs, the other one what such groups leave too: the first, unless shares say else."""
     lanes = sorted({operation.lane for operation in schedule.operations if operation.sm_share < 1})
     if len(lanes) > 2:
         raise PartitionError(f"{schedule.name}: lanes {lanes} share the SMs; two can be told apart on one GPU")
+    left = num_sms % GROUP_SMS
+    wanting = [lane for lane in lanes if _wants(schedule, lane, num_sms, left)]
+    with_left = (wanting or lanes or [0])[0]
 
     def place(operation: NanoOperation) -> Place:
         if operation.sm_share >= 1:
             return WHOLE
-        side = lanes.index(operation.lane)
-        # The second lane gets whole groups, the first one what such groups leave.
-        spare = 0 if side else num_sms % GROUP_SMS
+        spare = left if operation.lane == with_left else 0
         groups = math.floor((operation.sm_share * num_sms - spare) / GROUP_SMS + 1e-6)
         if groups < 1:
             raise PartitionError(
                 f"{schedule.name}: {operation.label} has {operation.sm_share:.3f} of {num_sms} SMs; "
                 f"at least {GROUP_SMS + spare} can be given"
             )
-        return Place(side, groups * GROUP_SMS + spare)
+        return Place(lanes.index(operation.lane), groups * GROUP_SMS + spare)
 
     return tuple(place(operation) for operation in schedule.operations)
+
+
+def _wants(schedule: PipelineSchedule, lane: int, num_sms: int, left: int) -> bool:
+    """Whether all of the lane's shares are whole groups and what such groups leave."""
+    shares = {op.sm_share for op in schedule.operations if op.lane == lane and op.sm_share < 1}
+    return all(abs((share * num_sms - left) / GROUP_SMS % 1 - 0.5) > 0.5 - 1e-6 for share in shares)
 
 
 class CudaStreams:
@@ -207,9 +214,11 @@ class CudaStreams:
     def _make(self, place: Place) -> torch.cuda.Stream:
         driver, num_sms = self._driver, int(self._whole.sm.smCount)
         assert place.sms is not None
-        taken = place.sms if place.lane else num_sms - place.sms
+        # Whole groups lie at one end of the device, what has the SMs that such groups leave at the other.
+        is_first = place.sms % GROUP_SMS == 0 if num_sms % GROUP_SMS else place.lane == 1
+        taken = place.sms if is_first else num_sms - place.sms
         groups, _, rest = self._ok(driver.cuDevSmResourceSplitByCount(1, self._whole, 0, taken))
-        part = groups[0] if place.lane else rest
+        part = groups[0] if is_first else rest
         if part.sm.smCount != place.sms:
             raise PartitionError(f"the driver gives {part.sm.smCount} of {num_sms} SMs where {place.sms} are asked for")
         description = self._ok(driver.cuDevResourceGenerateDesc([part], 1))

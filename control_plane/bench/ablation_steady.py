@@ -46,9 +46,10 @@ class SteadyOptions:
     def check(self, num_sms: int) -> None:
         """Raises ConfigError for what no device can do."""
         most = num_sms - 2 * _PARTITION_SMS
-        if any(sms % _PARTITION_SMS or not _PARTITION_SMS <= sms <= most for sms in self.attention_sms):
+        if any(not _can_be_made(sms, num_sms) or not _PARTITION_SMS <= sms <= most for sms in self.attention_sms):
             raise ConfigError(
-                f"attention-sms={self.attention_sms}: multiples of {_PARTITION_SMS} up to {most} can be made"
+                f"attention-sms={self.attention_sms}: multiples of {_PARTITION_SMS} up to {most} can be made, for "
+                f"attention or for the rest of {num_sms}"
             )
         if not self.nano_batches or any(not 2 <= count <= MAX_RANGES for count in self.nano_batches):
             raise ConfigError(f"nano-batch-counts={self.nano_batches}: a batch is cut into 2 to {MAX_RANGES}")
@@ -192,6 +193,10 @@ class Ablation:
 
     def _measure(self, schedules: Sequence[PipelineSchedule], effort: Effort) -> list[Measured]:
         return self.bench.in_turns(schedules, effort, self.say)
+
+
+def _can_be_made(sms: int, num_sms: int) -> bool:
+    return sms % _PARTITION_SMS == 0 or (num_sms - sms) % _PARTITION_SMS == 0
 
 
 def words(mix: SteadyMix) -> str:

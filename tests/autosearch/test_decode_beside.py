@@ -61,6 +61,7 @@ def test_near_are_steps_of_one_kind_and_an_exchange_of_work_for_sms():
     names = {each.name.removeprefix("decode-beside-2048-") for each in family.near(middle)}
     assert names == {
         *("1024-0.424-3-cuda", "1024-0.545-3-cuda", "896-0.485-3-cuda", "1152-0.485-3-cuda"),
+        *("1024-0.455-3-cuda", "1024-0.515-3-cuda"),  # 60 and 68 SMs: what is left beside groups of 8 is attention's
         *("1024-0.485-2-cuda", "1024-0.485-4-cuda", "1024-0.485-1+3-cuda"),
         *("1024-0.424-4-cuda", "1024-0.545-2-cuda", "1024-0.485-3-cuda-wide", "1024-0.485-3-cuda-small"),
     }
@@ -74,6 +75,18 @@ def test_near_are_steps_of_one_kind_and_an_exchange_of_work_for_sms():
         "",
         "other",
     }
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "sms", "sizes"),
+    [(132, 64, {56, 72, 60, 68}), (132, 68, {60, 76, 64, 72}), (128, 64, {56, 72}), (114, 48, {40, 56, 42, 50})],
+)
+def test_the_sizes_that_lanes_can_have(num_sms, sms, sizes):
+    start = decode_beside(OPERATORS, 2048, 1024, sms / num_sms, kernel="cuda")
+    family = DecodeBeside(OPERATORS, 2048, 1016, num_sms)
+    near = [each for each in family.near(start) if each.ranges("o") == start.ranges("o") and "-3-cuda" in each.name]
+    shares = {op.sm_share for each in near for op in each.operations if op.lane == 1}
+    assert {round(share * num_sms) for share in shares} - {sms} == sizes
 
 
 def test_a_schedule_is_known_by_what_it_does():

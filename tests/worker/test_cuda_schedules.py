@@ -56,6 +56,7 @@ def schedules(folder) -> dict[str, PipelineSchedule]:
         # The cut lies within the decodes, at their end, and within the prefill rows.
         **{f"overlapped at {cut}": decode_beside(operators, ROWS, cut, 0.5) for cut in (4, SLOTS, 100)},
         "little beside attention": decode_beside(operators, ROWS, SLOTS, 0.25, num_beside=1),
+        "an odd part for attention": decode_beside(operators, ROWS, SLOTS, 68 / 132),
         # The cut lies within the decodes and within a prompt, whose first rows come before attention.
         **{f"{n} before, {cut}": decode_beside(operators, ROWS, cut, 0.5, 4, num_before=n) for n, cut in BEFORE},
     }

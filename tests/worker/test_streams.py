@@ -117,6 +117,11 @@ def test_shares_become_disjoint_groups_of_sms():
         assert (attention.lane, gemms.lane) == (1, 0)
         assert SMS - 16 < attention.sms + gemms.sms <= SMS
     assert LaneOrder(on_two_lanes(64 / 132, 68 / 132), OPERATORS, SMS).partitions == (Place(1, 64), Place(0, 68))
+    # What whole groups leave is the attention's where its share says so.
+    assert LaneOrder(on_two_lanes(68 / 132, 64 / 132), OPERATORS, SMS).partitions == (Place(1, 68), Place(0, 64))
+    assert LaneOrder(on_two_lanes(60 / 132, 1 - 60 / 132), OPERATORS, SMS).partitions == (Place(1, 60), Place(0, 72))
+    assert LaneOrder(on_two_lanes(60 / 132, 68 / 132), OPERATORS, SMS).partitions == (Place(1, 56), Place(0, 68))
+    assert LaneOrder(on_two_lanes(0.5, 0.5), OPERATORS, 128).partitions == (Place(1, 64), Place(0, 64))
 
 
 def on_two_lanes(attention: float, gemms: float) -> PipelineSchedule:
