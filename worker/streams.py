@@ -135,7 +135,7 @@ def _previous(places: Sequence[Place], index: int) -> Wait:
 
 
 def _places(schedule: PipelineSchedule, num_sms: int) -> tuple[Place, ...]:
-    """One lane gets whole groups of SMs, the other one what such groups leave too: the first, unless shares say else."""
+    """One lane gets whole groups of SMs, the other what these leave too: the first one, unless shares say else."""
     lanes = sorted({operation.lane for operation in schedule.operations if operation.sm_share < 1})
     if len(lanes) > 2:
         raise PartitionError(f"{schedule.name}: lanes {lanes} share the SMs; two can be told apart on one GPU")
