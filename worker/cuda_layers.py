@@ -203,6 +203,17 @@ def nothing(layer: int, rows: Rows) -> None:
     """An operator that is left out: a batch without prefill chunks has no prefill attention."""
 
 
+def why_not_folded(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """What forbids schedules with folded norms (worker.folded_norms); empty where nothing does."""
+    if dtype == torch.float16:
+        return "rows before their norm do not fit float16: use bfloat16"
+    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = (spec.hidden_size, heads, heads + 2 * kv_heads, spec.intermediate_size)  # columns and depths of the GEMMs
+    if any(size % 8 for size in sizes):  # TMA wants rows of whole 16 bytes
+        return "the model's weights have sizes that are no multiples of 8"
+    return ""
+
+
 def unsupported(spec: ModelSpec) -> str:
     """Why the model cannot run here; empty if it can."""
     if spec.num_experts:

@@ -20,7 +20,7 @@ from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
-from worker.cuda_layers import interleave_gates, unsupported
+from worker.cuda_layers import interleave_gates, unsupported, why_not_folded
 from worker.cuda_model import NO_PREFILL_ROWS, CudaModel, GraphKey, check_schedule, parameter_bytes
 from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
@@ -321,6 +321,11 @@ def schedules_of(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedul
     for schedule in schedules:
         check_schedule(schedule, operators)
     return tuple(schedules)
+
+
+def can_fold(config: WorkerConfig, spec: ModelSpec) -> bool:
+    """As CudaModel.can_fold, before anything is loaded."""
+    return not why_not_folded(spec, _DTYPES[config.dtype])
 
 
 def _batch_sizes(max_batch_tokens: int) -> tuple[int, ...]:
