@@ -26,6 +26,7 @@ from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError, fitted_model_len
+from worker.graph_memory import capture_within
 from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: no shape is met first while serving
 _DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
+_CAPTURE_BYTES = 128 << 20  # of all together: cuBLAS's workspaces for the stream that they are captured on
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
 _OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
 _KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
@@ -230,11 +232,13 @@ class _Loader:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         keys, pool = self._graph_keys(self._buckets, self._served), torch.cuda.graph_pool_handle()
-        before = torch.cuda.mem_get_info()[0]
-        for number, key in enumerate(keys):
+        assert self._memory is not None, "sized by now"
+
+        def capture(number: int) -> None:
             self._progress("capturing graphs", number / len(keys))
-            self._model.capture(key, pool)
-        taken = before - torch.cuda.mem_get_info()[0]
+            self._model.capture(keys[number], pool)
+
+        taken = capture_within(self._memory, range(len(keys)), capture, lambda: torch.cuda.mem_get_info()[0])
         log.info("%s; %d graphs took %.2f", self._memory, len(keys), taken / GIB)
         return pool
 
@@ -280,6 +284,7 @@ class _Loader:
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
             graphs=(len(self._graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES
+            + _CAPTURE_BYTES
             + (_EXCHANGE_BYTES if self._twin else 0),
         )
 
