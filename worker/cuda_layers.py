@@ -14,7 +14,7 @@ import torch
 from autosearch.specs import ModelSpec
 from worker.device_batch import MAX_RANGES, BatchLimits, BlockView
 from worker.folded_norms import ADD, NO_PASS, SCALED
-from worker.kernel_set import GATE_BLOCK, MAX_VOCAB, How, KernelSet, Norm
+from worker.kernel_set import GATE_BLOCK, MAX_HEAD_DIM, MAX_VOCAB, How, KernelSet, Norm
 from worker.kernels.reference import interleave_gate_up
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
@@ -222,6 +222,8 @@ def unsupported(spec: ModelSpec) -> str:
         return "biases of the FFN are not supported on a GPU yet: use the CPU"
     if spec.num_heads // spec.num_kv_heads > 16:
         return "more than 16 query heads per KV head are not supported on a GPU"
+    if spec.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {spec.head_dim} is not supported on a GPU: {MAX_HEAD_DIM} at most"
     if spec.hidden_size % 8:  # TMA wants rows of whole 16 bytes
         return f"hidden_size {spec.hidden_size} is not supported on a GPU: a multiple of 8 is"
     if spec.vocab_size > MAX_VOCAB:

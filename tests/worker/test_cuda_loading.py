@@ -47,6 +47,7 @@ def test_each_batch_finds_its_graph_and_there_are_few(random_model):
         ({"page_size": 96}, "block-size 96"),
         ({"page_size": 1, "max_slots": 2**24}, "page table of 2147483648 entries"),
         ({"hidden_size": 36}, "hidden_size 36"),
+        ({"head_dim": 256}, "head_dim 256"),
         ({"vocab_size": 600_000}, "vocabulary"),
     ],
 )
