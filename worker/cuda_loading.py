@@ -47,6 +47,7 @@ _CAPTURE_BYTES = 128 << 20  # of all together: cuBLAS's workspaces for the strea
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
 _OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
 _KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
+_MAX_ROWS = 1 << 20  # of a batch: no GPU has memory for more, and sizes far beyond overflow
 _MAX_TABLE_CELLS = 2**31 - 1  # a place in the page table is an int32 on its way to the GPU
 
 
@@ -293,6 +294,10 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
     """Raises CapacityError for what cannot run on a GPU, whether there is one here or not."""
     if (reason := unsupported(spec)) or config.tensor_parallel_size != 1:
         raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
+    if config.max_batch_tokens > _MAX_ROWS:
+        raise CapacityError(
+            f"--max-num-batched-tokens {config.max_batch_tokens} is not supported on a GPU: {_MAX_ROWS} at most"
+        )
     schedules = schedules_of(config, spec)
     largest = max((schedule.batch_tokens for schedule in schedules), default=0)
     if largest > config.max_batch_tokens:

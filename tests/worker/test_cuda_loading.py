@@ -45,6 +45,7 @@ def test_each_batch_finds_its_graph_and_there_are_few(random_model):
         ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
         ({"max_model_len": 9999}, "max_model_len"),
         ({"page_size": 96}, "block-size 96"),
+        ({"max_batch_tokens": 10**18}, "max-num-batched-tokens 1000000000000000000"),
         ({"page_size": 1, "max_slots": 2**24}, "page table of 2147483648 entries"),
         ({"hidden_size": 36}, "hidden_size 36"),
         ({"head_dim": 256}, "head_dim 256"),
