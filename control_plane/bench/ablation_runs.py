@@ -23,7 +23,7 @@ from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import can_fold, schedules_of
+from worker.cuda_limits import can_fold, schedules_of
 from worker.folded_norms import fold_norms
 from worker.schedule_choice import ScheduleChoice
 

@@ -134,7 +134,7 @@ def _waterfall(
             "norms, RoPE + append, embedding",
             sum(parts[n].ms for n in ("attn_norm", "ffn_norm", "rope_append", "embed")),
         ),
-        ("together rather than apart (launches, caches)", whole.ms - summed),
+        ("together rather than apart (overlap, launches, caches)", whole.ms - summed),
         ("the clock that the card holds in the run", stats.run_s * 1e3 - whole.ms),
         ("idle until the next iteration", stats.run_s * 1e3 * figures["idle_share"] / max(figures["busy_share"], 1e-9)),
     ]

@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from autosearch.specs import ModelSpec
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import _batch_sizes, check, load_model
+from worker.cuda_limits import batch_sizes_of, check
+from worker.cuda_loading import load_model
 from worker.cuda_model import GraphKey
 from worker.executor import CapacityError
 
 
 @given(st.integers(1, 8192), st.data())
 def test_every_batch_has_a_bucket_that_wastes_little(most, data):
-    sizes = _batch_sizes(most)
+    sizes = batch_sizes_of(most)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
     rows = data.draw(st.integers(1, most))
@@ -29,7 +30,7 @@ def test_every_batch_has_a_bucket_that_wastes_little(most, data):
 
 
 def test_each_batch_finds_its_graph_and_there_are_few(random_model):
-    sizes = _batch_sizes(2048)
+    sizes = batch_sizes_of(2048)
     config = WorkerConfig(random_model("llama"), dtype="float32", max_slots=8, page_size=16, num_pages=32)
     model = load_model(config, lambda what, share: None, [1]).model
     keys = {model.sequential_key(rows, prefill) for rows in sizes for prefill in (True, False)}
