@@ -29,15 +29,15 @@ def check(config: WorkerConfig, spec: ModelSpec) -> None:
         raise CapacityError(
             f"--max-num-batched-tokens {config.max_batch_tokens} is not supported on a GPU: {_MAX_ROWS} at most"
         )
+    known = [name for name, dtype in DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
+    if config.dtype not in known:
+        raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")
     schedules = schedules_of(config, spec)
     largest = max((schedule.batch_tokens for schedule in schedules), default=0)
     if largest > config.max_batch_tokens:
         raise CapacityError(
             f"a schedule is for {largest} rows: raise --max-num-batched-tokens from {config.max_batch_tokens}"
         )
-    known = [name for name, dtype in DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
-    if config.dtype not in known:
-        raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")
     if config.max_model_len is not None and config.max_model_len > spec.max_position:
         raise CapacityError(f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}")
     if config.page_size > _KEY_TILE and config.page_size % _KEY_TILE:
@@ -60,7 +60,7 @@ def schedules_of(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedul
         rows = [size for size in batch_sizes_of(config.max_batch_tokens) if size > NO_PREFILL_ROWS]
         schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
     for schedule in schedules:
-        check_schedule(schedule, operators)
+        check_schedule(schedule, operators, why_not_folded(spec, DTYPES[config.dtype]))
     return tuple(schedules)
 
 

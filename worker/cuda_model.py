@@ -100,9 +100,7 @@ class CudaModel:
         """Let graph keys name these, from any thread. Raises InvalidScheduleError or PartitionError."""
         operators = layer_operators(self.spec)
         for schedule in schedules:
-            check_schedule(schedule, operators)
-            if is_folded(schedule) and not self.can_fold:
-                raise InvalidScheduleError(f"{schedule.name}: norms cannot be folded: {self._why_not_folded}")
+            check_schedule(schedule, operators, self._why_not_folded)
             known = self._schedules.get(schedule.name, schedule)
             if known.operations != schedule.operations:
                 raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")
@@ -289,10 +287,14 @@ def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:
     return () if schedule.decodes_first else schedule.boundaries()[:-1]
 
 
-def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator]) -> None:
-    """Raises InvalidScheduleError for what a GPU model of these operators cannot run."""
+def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator], why_not_folded: str) -> None:
+    """Raises InvalidScheduleError for what a GPU model of these operators cannot run.
+
+    why_not_folded: as cuda_layers.why_not_folded().
+    """
     schedule.validate(operators)
-    is_folded(schedule)
+    if is_folded(schedule) and why_not_folded:
+        raise InvalidScheduleError(f"{schedule.name}: norms cannot be folded: {why_not_folded}")
     if len(schedule.boundaries()) > MAX_RANGES:
         raise InvalidScheduleError(f"{schedule.name}: rows are cut into more than {MAX_RANGES} ranges")
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autosearch.operators import layer_operators
+from autosearch.pipeline import InvalidScheduleError, sequential
 from autosearch.specs import ModelSpec
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
@@ -16,6 +19,7 @@ from worker.cuda_limits import batch_sizes_of, check
 from worker.cuda_loading import load_model
 from worker.cuda_model import GraphKey
 from worker.executor import CapacityError
+from worker.folded_norms import fold_norms
 
 
 @given(st.integers(1, 8192), st.data())
@@ -60,6 +64,21 @@ def test_what_a_gpu_cannot_run_is_refused_wherever_it_is_asked(tmp_path, changes
     (tmp_path / "config.json").write_text(json.dumps(model | {k: v for k, v in changes.items() if k in model}))
     with pytest.raises(CapacityError, match=message):
         check(WorkerConfig(tmp_path, device="cuda", **options), ModelSpec.from_folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "reason"), [(80, "float16", "bfloat16"), (84, "auto", "multiples of 8")]
+)
+def test_a_schedule_with_norms_that_cannot_be_folded_is_refused_before_anything_is_loaded(
+    random_model, width, dtype, reason
+):
+    folder = random_model("llama", intermediate_size=width)
+    spec = ModelSpec.from_folder(folder)
+    schedule = sequential(layer_operators(spec), 64)
+    config = WorkerConfig(folder, device="cuda", dtype=dtype, schedules=(schedule,))
+    check(config, spec)
+    with pytest.raises(InvalidScheduleError, match=f"cannot be folded: .*{reason}"):
+        check(replace(config, schedules=(fold_norms(schedule),)), spec)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128])
