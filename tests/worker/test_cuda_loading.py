@@ -66,9 +66,7 @@ def test_what_a_gpu_cannot_run_is_refused_wherever_it_is_asked(tmp_path, changes
         check(WorkerConfig(tmp_path, device="cuda", **options), ModelSpec.from_folder(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("width", "dtype", "reason"), [(80, "float16", "bfloat16"), (84, "auto", "multiples of 8")]
-)
+@pytest.mark.parametrize(("width", "dtype", "reason"), [(80, "float16", "bfloat16"), (84, "auto", "multiples of 8")])
 def test_a_schedule_with_norms_that_cannot_be_folded_is_refused_before_anything_is_loaded(
     random_model, width, dtype, reason
 ):
