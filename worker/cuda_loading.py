@@ -216,6 +216,9 @@ class _Loader:
         if fitted not in self._buckets and self._cuda:
             self._warm_up(self._graph_keys([fitted]), lambda what, share: None)
         self._buckets = (*(rows for rows in self._buckets if rows < fitted), fitted)
+        too_large = [schedule.name for schedule in config.schedules if schedule.batch_tokens > fitted]
+        if too_large:
+            log.warning("B_dense is %d for the lengths expected: %s will not run", fitted, ", ".join(too_large))
         self._schedules = tuple(schedule for schedule in self._schedules if schedule.batch_tokens <= fitted)
 
     def _graph_keys(self, buckets: Sequence[int], schedules: Sequence[PipelineSchedule] = ()) -> list[GraphKey]:

@@ -125,6 +125,20 @@ def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model
     executor.close()
 
 
+def test_schedules_for_larger_batches_than_memory_keeps_full_are_named(random_model, caplog):
+    folder = random_model("llama")
+    operators = layer_operators(ModelSpec.from_folder(folder))
+    schedules = tuple(replace(sequential(operators, rows), name=f"mine-{rows}") for rows in (8, 64))
+    limits = {"max_batch_tokens": 64, "max_slots": 8, "page_size": 16, "num_pages": 150, "schedules": schedules}
+    expected = {"expected_input_len": 300, "expected_output_len": 300}
+    executor = CudaExecutor(WorkerConfig(folder, dtype="float32", **limits, **expected))
+    assert executor.capacity.max_batch_tokens == 10
+    assert [record.getMessage() for record in caplog.records] == [
+        "B_dense is 10 for the lengths expected: mine-64 will not run"
+    ]
+    executor.close()
+
+
 @pytest.mark.parametrize(
     ("limits", "message"),
     [({"max_model_len": 100, "num_pages": 4}, "KV cache of 64 tokens"), ({"num_pages": 0}, "holds 0 token")],
