@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosearch.specs import ModelSpec
-from worker import cuda_loading
+from worker import cuda_limits
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
 from worker.executor import LocalExecutor, Worker
@@ -37,7 +37,7 @@ def check(config: WorkerConfig, rank: int = 0) -> Bounds:
         open_store(config).close()
     if config.device == "cuda":
         spec = ModelSpec.from_folder(config.model_dir)
-        cuda_loading.check(config, spec)
+        cuda_limits.check(config, spec)
         return Bounds(min(config.max_model_len or spec.max_position, spec.max_position), config.max_batch_tokens)
     capacity = Worker(config, rank).capacity
     return Bounds(capacity.max_model_len, capacity.max_batch_tokens)

@@ -14,7 +14,7 @@ import torch
 from autosearch.specs import ModelSpec
 from worker.device_batch import MAX_RANGES, BatchLimits, BlockView
 from worker.folded_norms import ADD, NO_PASS, SCALED
-from worker.kernel_set import GATE_BLOCK, MAX_VOCAB, How, KernelSet, Norm
+from worker.kernel_set import GATE_BLOCK, MAX_HEAD_DIM, MAX_VOCAB, How, KernelSet, Norm
 from worker.kernels.reference import interleave_gate_up
 from worker.kv_cache import KVCache
 from worker.models.layer_operator import LayerOperator
@@ -203,6 +203,17 @@ def nothing(layer: int, rows: Rows) -> None:
     """An operator that is left out: a batch without prefill chunks has no prefill attention."""
 
 
+def why_not_folded(spec: ModelSpec, dtype: torch.dtype) -> str:
+    """What forbids schedules with folded norms (worker.folded_norms); empty where nothing does."""
+    if dtype == torch.float16:
+        return "rows before their norm do not fit float16: use bfloat16"
+    heads, kv_heads = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    sizes = (spec.hidden_size, heads, heads + 2 * kv_heads, spec.intermediate_size)  # columns and depths of the GEMMs
+    if any(size % 8 for size in sizes):  # TMA wants rows of whole 16 bytes
+        return "the model's weights have sizes that are no multiples of 8"
+    return ""
+
+
 def unsupported(spec: ModelSpec) -> str:
     """Why the model cannot run here; empty if it can."""
     if spec.num_experts:
@@ -211,6 +222,8 @@ def unsupported(spec: ModelSpec) -> str:
         return "biases of the FFN are not supported on a GPU yet: use the CPU"
     if spec.num_heads // spec.num_kv_heads > 16:
         return "more than 16 query heads per KV head are not supported on a GPU"
+    if spec.head_dim > MAX_HEAD_DIM:
+        return f"head_dim {spec.head_dim} is not supported on a GPU: {MAX_HEAD_DIM} at most"
     if spec.hidden_size % 8:  # TMA wants rows of whole 16 bytes
         return f"hidden_size {spec.hidden_size} is not supported on a GPU: a multiple of 8 is"
     if spec.vocab_size > MAX_VOCAB:

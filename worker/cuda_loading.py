@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 
-from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, nanobatch_only
+from autosearch.pipeline import PipelineSchedule
 from autosearch.specs import ModelSpec
 from autosearch.workload import fitted_batch_tokens
 from scheduler.plan import EngineCapacity, ScheduleBucket
 from worker.config import CPU_KV_CACHE_BYTES, WorkerConfig
-from worker.cuda_layers import interleave_gates, unsupported
-from worker.cuda_model import NO_PREFILL_ROWS, CudaModel, GraphKey, check_schedule, parameter_bytes
+from worker.cuda_layers import interleave_gates
+from worker.cuda_limits import DTYPES, batch_sizes_of, check, schedules_of
+from worker.cuda_model import CudaModel, GraphKey, parameter_bytes
 from worker.cuda_schedules import CudaSchedules
 from worker.device_batch import RANDOM_ROWS, BatchLimits
 from worker.device_memory import GIB, DeviceMemory
 from worker.executor import CapacityError, fitted_model_len
+from worker.graph_memory import capture_within
 from worker.kernel_set import KernelSet, ReferenceKernels
 from worker.kv_cache import KVCache, KVCacheShape
 from worker.models.loading import load_weights
@@ -40,12 +41,10 @@ from worker.work_lists import prefill_tokens
 log = logging.getLogger(__name__)
 
 SAMPLE_SIZES = (16, 64, RANDOM_ROWS)  # random rows are padded to one of these: no shape is met first while serving
-_DTYPES = {"auto": torch.bfloat16, "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _GRAPH_BYTES = 32 << 20  # of one graph, more than any was seen to take
+_CAPTURE_BYTES = 128 << 20  # of all together: cuBLAS's workspaces for the stream that they are captured on
 _EXCHANGE_BYTES = 128 << 20  # cuBLAS's workspaces for the thread and streams that prepare schedules while serving
 _OLDEST = (9, 0)  # compute capability: TMA, programmatic dependent launch
-_KEY_TILE = 64  # keys that attention kernels read at once, from one page where pages hold as many
-_MAX_TABLE_CELLS = 2**31 - 1  # a place in the page table is an int32 on its way to the GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +106,10 @@ class _Loader:
             raise CapacityError(f"{name} is older than Hopper, whose instructions the kernels use: use the CPU")
         if self._cuda and config.kv_store is not None and importlib.util.find_spec("cupy") is None:
             raise CapacityError("--kv-store on a GPU needs CuPy: pip install cupy-cuda13x, or the one of your CUDA")
-        self._dtype = _DTYPES[config.dtype]
+        self._dtype = DTYPES[config.dtype]
         self._schedules = schedules_of(config, spec)
         planned = {schedule.batch_tokens for schedule in self._schedules}
-        self._buckets = tuple(sorted({*(batch_sizes or _batch_sizes(config.max_batch_tokens)), *planned}))
+        self._buckets = tuple(sorted({*(batch_sizes or batch_sizes_of(config.max_batch_tokens)), *planned}))
         self._max_len = min(config.max_model_len or spec.max_position, spec.max_position)
         group = spec.num_heads // spec.num_kv_heads
         self._limits = BatchLimits(
@@ -217,6 +216,9 @@ class _Loader:
         if fitted not in self._buckets and self._cuda:
             self._warm_up(self._graph_keys([fitted]), lambda what, share: None)
         self._buckets = (*(rows for rows in self._buckets if rows < fitted), fitted)
+        too_large = [schedule.name for schedule in config.schedules if schedule.batch_tokens > fitted]
+        if too_large:
+            log.warning("B_dense is %d for the lengths expected: %s will not run", fitted, ", ".join(too_large))
         self._schedules = tuple(schedule for schedule in self._schedules if schedule.batch_tokens <= fitted)
 
     def _graph_keys(self, buckets: Sequence[int], schedules: Sequence[PipelineSchedule] = ()) -> list[GraphKey]:
@@ -230,11 +232,13 @@ class _Loader:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
         keys, pool = self._graph_keys(self._buckets, self._served), torch.cuda.graph_pool_handle()
-        before = torch.cuda.mem_get_info()[0]
-        for number, key in enumerate(keys):
+        assert self._memory is not None, "sized by now"
+
+        def capture(number: int) -> None:
             self._progress("capturing graphs", number / len(keys))
-            self._model.capture(key, pool)
-        taken = before - torch.cuda.mem_get_info()[0]
+            self._model.capture(keys[number], pool)
+
+        taken = capture_within(self._memory, range(len(keys)), capture, lambda: torch.cuda.mem_get_info()[0])
         log.info("%s; %d graphs took %.2f", self._memory, len(keys), taken / GIB)
         return pool
 
@@ -280,54 +284,6 @@ class _Loader:
             # Twice: for launches outside of graphs and, in the graphs' own pool, for those inside.
             working=2 * (torch.cuda.max_memory_allocated() - allocated),
             graphs=(len(self._graph_keys(self._buckets)) + num_schedules) * _GRAPH_BYTES
+            + _CAPTURE_BYTES
             + (_EXCHANGE_BYTES if self._twin else 0),
         )
-
-
-def check(config: WorkerConfig, spec: ModelSpec) -> None:
-    """Raises CapacityError for what cannot run on a GPU, whether there is one here or not."""
-    if (reason := unsupported(spec)) or config.tensor_parallel_size != 1:
-        raise CapacityError(reason or "--tensor-parallel-size above 1 is not supported on GPUs yet")
-    schedules = schedules_of(config, spec)
-    largest = max((schedule.batch_tokens for schedule in schedules), default=0)
-    if largest > config.max_batch_tokens:
-        raise CapacityError(
-            f"a schedule is for {largest} rows: raise --max-num-batched-tokens from {config.max_batch_tokens}"
-        )
-    known = [name for name, dtype in _DTYPES.items() if config.device == "cpu" or dtype != torch.float32]
-    if config.dtype not in known:
-        raise CapacityError(f"dtype {config.dtype!r} is not supported on a GPU: use one of {', '.join(known)}")
-    if config.max_model_len is not None and config.max_model_len > spec.max_position:
-        raise CapacityError(f"max_model_len {config.max_model_len} is more than the model's {spec.max_position}")
-    if config.page_size > _KEY_TILE and config.page_size % _KEY_TILE:
-        raise CapacityError(
-            f"--block-size {config.page_size} is not supported on a GPU: at most {_KEY_TILE}, or a multiple of it"
-        )
-    cells = config.max_slots * -(-(config.max_model_len or spec.max_position) // config.page_size)
-    if cells > _MAX_TABLE_CELLS:
-        raise CapacityError(
-            f"--max-num-seqs {config.max_slots} makes a page table of {cells} entries, {_MAX_TABLE_CELLS} at most are "
-            "possible on a GPU: lower it or --max-model-len, or raise --block-size"
-        )
-
-
-def schedules_of(config: WorkerConfig, spec: ModelSpec) -> tuple[PipelineSchedule, ...]:
-    """The schedules to hold beside the sequential ones. Raises InvalidScheduleError."""
-    operators = layer_operators(spec)
-    schedules = list(config.schedules)
-    if config.nano_batches > 1:
-        rows = [size for size in _batch_sizes(config.max_batch_tokens) if size > NO_PREFILL_ROWS]
-        schedules += [nanobatch_only(operators, size, config.nano_batches) for size in rows]
-    for schedule in schedules:
-        check_schedule(schedule, operators)
-    return tuple(schedules)
-
-
-def _batch_sizes(max_batch_tokens: int) -> tuple[int, ...]:
-    """Batch sizes to capture, ascending: powers of two, multiples of 128 from there on, and wider steps above 2,048."""
-    if max_batch_tokens < 1:
-        raise CapacityError("max_batch_tokens must be at least 1")
-    sizes = [1 << power for power in range(7)] + list(range(128, 2049, 128))
-    while sizes[-1] < max_batch_tokens:
-        sizes.append(sizes[-1] + max(512, 1 << (sizes[-1].bit_length() - 3)))
-    return (*(size for size in sizes if size < max_batch_tokens), max_batch_tokens)

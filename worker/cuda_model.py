@@ -18,7 +18,7 @@ import torch
 from autosearch.operators import ATTENTION, Operator, layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
-from worker.cuda_layers import CudaLayers, Rows, nothing
+from worker.cuda_layers import CudaLayers, Rows, nothing, why_not_folded
 from worker.device_batch import MAX_RANGES, RANDOM_ROWS, AttentionCuts, BatchLimits, BlockView
 from worker.folded_norms import fold_norms, is_folded
 from worker.kernel_set import How, KernelSet
@@ -62,7 +62,7 @@ class CudaModel:
         self.page_table = torch.zeros(limits.slots + 1, limits.pages_per_slot, dtype=torch.int32, device=device)
         self.layers = CudaLayers(spec, weights, limits, kernels, self.view, self.page_table, max_model_len)
         self._gemms = [_sizes(weights[f"layers.0.{name}"]) for name in ("qkv", "o", "gate_up", "down")]
-        self._why_not_folded = _why_not_folded(like.dtype, self._gemms)
+        self._why_not_folded = why_not_folded(spec, like.dtype)
         self._sampled_hidden = like.new_zeros(num_samples, spec.hidden_size)
         self._random_hidden = like.new_zeros(RANDOM_ROWS, spec.hidden_size)
         self._random_logits = like.new_zeros(RANDOM_ROWS, self._head().shape[0])
@@ -100,9 +100,7 @@ class CudaModel:
         """Let graph keys name these, from any thread. Raises InvalidScheduleError or PartitionError."""
         operators = layer_operators(self.spec)
         for schedule in schedules:
-            check_schedule(schedule, operators)
-            if is_folded(schedule) and not self.can_fold:
-                raise InvalidScheduleError(f"{schedule.name}: norms cannot be folded: {self._why_not_folded}")
+            check_schedule(schedule, operators, self._why_not_folded)
             known = self._schedules.get(schedule.name, schedule)
             if known.operations != schedule.operations:
                 raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")
@@ -284,24 +282,19 @@ def _sizes(weight: torch.Tensor) -> tuple[int, int]:
     return weight.shape[0], weight.shape[1]
 
 
-def _why_not_folded(dtype: torch.dtype, shapes: Sequence[tuple[int, int]]) -> str:
-    """What forbids folded norms, with weights of these [columns, depth]; empty where nothing does."""
-    if dtype == torch.float16:
-        return "rows before their norm do not fit float16: use bfloat16"
-    if any(size % 8 for shape in shapes for size in shape):  # TMA wants rows of whole 16 bytes
-        return "the model's weights have sizes that are no multiples of 8"
-    return ""
-
-
 def _dealt_ends(schedule: PipelineSchedule) -> tuple[int, ...]:
     """Of the ranges that get their shares of the decodes."""
     return () if schedule.decodes_first else schedule.boundaries()[:-1]
 
 
-def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator]) -> None:
-    """Raises InvalidScheduleError for what a GPU model of these operators cannot run."""
+def check_schedule(schedule: PipelineSchedule, operators: Sequence[Operator], why_not_folded: str) -> None:
+    """Raises InvalidScheduleError for what a GPU model of these operators cannot run.
+
+    why_not_folded: as cuda_layers.why_not_folded().
+    """
     schedule.validate(operators)
-    is_folded(schedule)
+    if is_folded(schedule) and why_not_folded:
+        raise InvalidScheduleError(f"{schedule.name}: norms cannot be folded: {why_not_folded}")
     if len(schedule.boundaries()) > MAX_RANGES:
         raise InvalidScheduleError(f"{schedule.name}: rows are cut into more than {MAX_RANGES} ranges")
 

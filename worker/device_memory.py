@@ -27,6 +27,11 @@ class DeviceMemory:
         taken: int = sum(getattr(self, field.name) for field in fields(self) if field.name != "total")
         return self.total - taken
 
+    @property
+    def for_graphs(self) -> int:
+        """Bytes that graphs may take: what was reserved, half of what they work in, and what nobody else got."""
+        return self.graphs + self.working // 2 + max(0, self.room)
+
     def __str__(self) -> str:
         parts = [f"{field.name.replace('_', ' ')} {getattr(self, field.name) / GIB:.2f}" for field in fields(self)]
         return f"GPU memory in GiB: {', '.join(parts)}, left {self.room / GIB:.2f}"

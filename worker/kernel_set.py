@@ -16,6 +16,7 @@ from worker.kernels import reference
 TILE_COLUMNS = 256  # of the persistent GEMM: it sums a row's squares tile by tile
 # Gate and up rows alternate in blocks of this many where the FFN's width divides by it: half of a tile is the gate.
 GATE_BLOCK = TILE_COLUMNS // 2
+MAX_HEAD_DIM = 128  # a tile of keys and values, several times over, must fit an SM's shared memory
 MAX_VOCAB = (1 << 19) - 1  # the sampler adds up a weight of at most 2^44 for each token in 63 bits
 
 

@@ -99,7 +99,8 @@ def _steady(engine: EngineConfig, options: Options) -> tuple[list[LoadResult], d
     for load, mix, bench in zip(options.loads, mixes, benches):
         say(f"load {load.name}: {mix.rows} rows, {mix.num_decodes} decodes of {mix.mean_context} KV tokens")
         metered = MeteredBench(bench, GpuMeter if cuda else None)
-        ablation = Ablation(metered, layer_operators(loaded.spec), mix, loaded.model.num_sms, steady, say)
+        model, operators = loaded.model, layer_operators(loaded.spec)
+        ablation = Ablation(metered, operators, mix, model.num_sms, model.can_fold, steady, say)
         result, schedules = ablation.run(load.name, tuned)
         say("\n".join(table(result)))
         results.append(result)

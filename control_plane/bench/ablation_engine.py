@@ -19,7 +19,8 @@ from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
 from control_plane.progress import ProgressLine
 from scheduler.plan import EngineCapacity
-from worker.cuda_loading import LoadedModel, load_model, schedules_of
+from worker.cuda_limits import schedules_of
+from worker.cuda_loading import LoadedModel, load_model
 from worker.power_meter import NvmlCard
 from worker.schedule_bench import ScheduleBench
 from worker.steady_batch import SteadyBatchError, SteadyMix, steady_plan

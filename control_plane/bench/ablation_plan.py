@@ -105,15 +105,17 @@ def with_kernels(schedule: PipelineSchedule, kernels: Mapping[str, str]) -> Pipe
 
 
 def sequential_candidates(
-    operators: Sequence[Operator], rows: int, overlapping: Iterable[PipelineSchedule]
+    operators: Sequence[Operator], rows: int, overlapping: Iterable[PipelineSchedule], can_fold: bool
 ) -> list[PipelineSchedule]:
     """The sequential schedule in its default kernels, in those of each overlapping one, and both with folded norms.
 
-    The fastest of them is non-overlap: else a better kernel would count as a gain of overlap.
+    The fastest of them is non-overlap: else a better kernel would count as a gain of overlap. can_fold: whether the
+    model's norms can be folded.
     """
     plain = sequential(operators, rows)
     found = [plain, *(with_kernels(plain, kernels_of(schedule)) for schedule in overlapping)]
-    found += folded_too(found)
+    if can_fold:
+        found += folded_too(found)
     return list({schedule.operations: schedule for schedule in found}.values())
 
 

@@ -23,7 +23,7 @@ from control_plane.engine import single_rank_config
 from control_plane.options import ConfigError
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import schedules_of
+from worker.cuda_limits import can_fold, schedules_of
 from worker.folded_norms import fold_norms
 from worker.schedule_choice import ScheduleChoice
 
@@ -49,11 +49,11 @@ class Prepared:
     config: WorkerConfig
     tuned: tuple[PipelineSchedule, ...]
     nano_batches: tuple[PipelineSchedule, ...]  # of every batch size that is large enough
-    nano_batches_folded: tuple[PipelineSchedule, ...]  # of the same sizes, with folded norms
+    nano_batches_folded: tuple[PipelineSchedule, ...]  # of the same sizes, with folded norms; empty where none can be
 
     def choices(self, folds: Callable[[int], bool]) -> dict[Mode, ScheduleChoice | None]:
         """By what each mode chooses; folds: whether a batch size's sequential schedule has folded norms."""
-        pairs = zip(self.nano_batches, self.nano_batches_folded)
+        pairs = zip(self.nano_batches, self.nano_batches_folded or self.nano_batches)
         like_sequential = [folded if folds(plain.batch_tokens) else plain for plain, folded in pairs]
         return {
             Mode.NON_OVERLAP: None,
@@ -70,7 +70,7 @@ def prepare(engine: EngineConfig, num_nano_batches: int) -> Prepared:
     spec = ModelSpec.from_folder(config.model_dir)
     tuned = schedules_of(replace(config, nano_batches=1), spec)
     nano_batches = schedules_of(replace(config, schedules=()), spec)
-    nano_batches_folded = tuple(map(fold_norms, nano_batches))
+    nano_batches_folded = tuple(map(fold_norms, nano_batches)) if can_fold(config, spec) else ()
     config = replace(config, schedules=(*config.schedules, *nano_batches_folded))
     return Prepared(config, tuned, nano_batches, nano_batches_folded)
 

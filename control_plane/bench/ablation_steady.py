@@ -109,6 +109,7 @@ class Ablation:
     operators: Sequence[Operator]
     mix: SteadyMix
     num_sms: int
+    can_fold: bool  # whether the model's norms can be folded
     options: SteadyOptions
     say: Callable[[str], None]
 
@@ -121,7 +122,7 @@ class Ablation:
         """
         served, notes = self._served(tuned)
         base = served or self._family()
-        sequentials = sequential_candidates(self.operators, self.mix.rows, [base] if base else [])
+        sequentials = sequential_candidates(self.operators, self.mix.rows, [base] if base else [], self.can_fold)
         baseline = self._fastest(sequentials)
         self.say(f"  non-overlap is {baseline.name}")
         nano_batches = self._nano_batches(baseline)
@@ -166,7 +167,7 @@ class Ablation:
         if not start:
             return None
         fastest = self._fastest(start)
-        return self._fastest([fastest, fold_norms(fastest)])
+        return self._fastest([fastest, fold_norms(fastest)]) if self.can_fold else fastest
 
     def _nano_batches(self, baseline: PipelineSchedule) -> dict[str, PipelineSchedule]:
         """By their number, in the sequential one's kernels."""

@@ -202,7 +202,7 @@ def _check_lengths(lengths: list[tuple[int, int]], max_model_len: int | None) ->
     if max_model_len is not None and longest > max_model_len:
         raise ConfigError(
             f"input-len + output-len is {longest}, and one request can have {max_model_len} tokens: "
-            "lower them, or raise --max-model-len or --kv-cache-memory-bytes"
+            "lower them, or raise --max-model-len, --kv-cache-memory-bytes or --num-gpu-blocks-override"
         )
 
 

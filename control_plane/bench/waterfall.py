@@ -109,15 +109,19 @@ def _show(table: dict[str, dict[str, float]], steps: list[tuple[str, float, floa
     for name, row in table.items():
         energy = f" {row['joules']:>8.3f} J {row['watts']:>6.0f} W" if "joules" in row else ""
         lines.append(f"  {name:<20}{row['ms']:>9.3f} ms {row['share']:>7.1%}{energy}")
-    lines.append("from the bound to what was reached:")
-    lines += [f"  {what:<56}{ms:>9.3f} ms {rate:>10.0f} tokens/s" for what, ms, rate in steps]
+    lines.append(f"from the bound to what was reached, always for {stats.num_tokens} tokens:")
+    lines += [f"  {what:<62}{ms:>9.3f} ms {rate:>10.0f} tokens/s" for what, ms, rate in steps]
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def _waterfall(
     parts: dict[str, Reading], whole: Reading, ideal_ms: float, stats: StepStats, figures: dict[str, Any]
 ) -> list[tuple[str, float, float]]:
-    """(what, milliseconds of the iteration, tokens/s once it is counted in), from the bound down."""
+    """(what, milliseconds that it adds, tokens/s once it is counted in), from the bound down.
+
+    All is for as many tokens as the iteration has: what iterations with fewer of them take longer for these counts too.
+    """
+    tokens = stats.num_tokens
     gemm_ms = sum(parts[name].ms for name in GEMMS)
     summed = sum(part.ms for part in parts.values())
     added = [
@@ -130,18 +134,30 @@ def _waterfall(
             "norms, RoPE + append, embedding",
             sum(parts[n].ms for n in ("attn_norm", "ffn_norm", "rope_append", "embed")),
         ),
-        ("together rather than apart (launches, caches)", whole.ms - summed),
+        ("together rather than apart (overlap, launches, caches)", whole.ms - summed),
         ("the clock that the card holds in the run", stats.run_s * 1e3 - whole.ms),
         ("idle until the next iteration", stats.run_s * 1e3 * figures["idle_share"] / max(figures["busy_share"], 1e-9)),
     ]
     steps, total = [], 0.0
     for what, ms in added:
         total += ms
-        steps.append((what, round(ms, 3), round(stats.num_tokens / total * 1e3, 1)))
-    if figures["steady_tokens_per_s"] is not None:
-        steps.append(("batches that are not full (steady middle)", 0.0, figures["steady_tokens_per_s"]))
-    steps.append(("fill and drain (whole run)", 0.0, figures["tokens_per_s"]))
+        steps.append((what, round(ms, 3), round(tokens / total * 1e3, 1)))
+    for what, rate in _averages(figures):
+        ms = tokens / rate * 1e3 - total
+        total += ms
+        steps.append((what, round(ms, 3), rate))
     return steps
+
+
+def _averages(figures: dict[str, Any]) -> list[tuple[str, float]]:
+    """What stands between one iteration and the run, most of it batches that are not full: (what, tokens/s)."""
+    found = []
+    if figures["steady_tokens_per_s"] is not None:
+        rows, decodes = round(figures["steady_batch_tokens"]), round(figures["steady_decodes"])
+        what = f"steady middle: {rows} rows on average, {decodes} of them decodes"
+        found.append((what, figures["steady_tokens_per_s"]))
+    rows = round(figures["mean_batch_tokens"])
+    return [*found, (f"fill and drain (whole run): {rows} rows on average", figures["tokens_per_s"])]
 
 
 def _gemm_only_s(executor: CudaExecutor, card: NvmlCard, snapshot: Snapshot, record: Record) -> float:

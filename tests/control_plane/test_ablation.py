@@ -43,9 +43,9 @@ QUICK = Effort(0, 0, settle_s=0, measure_s=0, num_repeats=2)
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture
-def engine(tmp_path):
-    save_config(tmp_path, num_hidden_layers=3)
+@pytest.fixture(params=[96, 84], ids=["norms can be folded", "and cannot"])  # a width of the FFN in eights, and not
+def engine(tmp_path, request):
+    save_config(tmp_path, num_hidden_layers=3, intermediate_size=request.param)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield EngineConfig(
@@ -74,9 +74,9 @@ def rule(schedule):
     return ms + len(schedule.ranges("qkv")) - 1
 
 
-def ablation(bench, mix=HALF, **options):
+def ablation(bench, mix=HALF, can_fold=True, **options):
     steady = SteadyOptions(effort=QUICK, sweep_effort=QUICK, **options)
-    return Ablation(MeteredBench(bench, None), OPERATORS, mix, 132, steady, lambda line: None)
+    return Ablation(MeteredBench(bench, None), OPERATORS, mix, 132, can_fold, steady, lambda line: None)
 
 
 @given(st.lists(st.integers(), min_size=1, max_size=6, unique=True), st.integers(1, 7))
@@ -142,7 +142,7 @@ def test_a_swept_share_keeps_schedules_valid(sms):
 
 def test_non_overlap_may_have_the_kernels_of_the_overlapping_schedule():
     base = decode_beside(OPERATORS, 2048, 1024, 0.5, kernel="cuda")
-    found = sequential_candidates(OPERATORS, 2048, [base])
+    found = sequential_candidates(OPERATORS, 2048, [base], can_fold=True)
     assert len(found) == len({schedule.name for schedule in found}) == 4
     assert found[0] == sequential(OPERATORS, 2048)
     assert [kernels_of(schedule).get("decode_attention", "") for schedule in found] == ["", "cuda", "", "cuda"]
@@ -161,6 +161,14 @@ def test_without_schedules_overlap_is_the_fastest_of_the_sweep_and_is_measured_a
     assert all(len(row.tokens_per_s) == 2 for row in result.modes)
     assert result.modes[0].watts == pytest.approx(40 / 69e-3, rel=1e-2)
     assert result.modes[0].joules_per_token == pytest.approx(40 / 2048)
+
+
+def test_a_model_whose_norms_cannot_be_folded_is_measured_without():
+    bench = FakeBench(rule)
+    result, schedules = ablation(bench, can_fold=False).run("512/512", None)
+    assert not any("folded" in name for name in bench.runs)
+    assert schedules[Mode.NON_OVERLAP].name.startswith("sequential")
+    assert result.gain(result.mode(Mode.OVERLAP)) == pytest.approx(70 / 67, rel=1e-3)
 
 
 def test_overlap_is_what_serving_would_choose():

@@ -78,11 +78,13 @@ def test_a_breakdown_sums_up_to_the_iteration_that_it_takes_apart(tmp_path, monk
     assert all({"joules", "watts"} <= table[name].keys() for name in waterfall.PARTS)
     in_run = table["the same in the run"]["ms"]
     idle = in_run * figures["idle_share"] / busy
-    assert sum(ms for _, ms, _ in steps) == pytest.approx(in_run + idle, abs=0.02)  # each is rounded to 0.001
-    names = [what for what, _, _ in steps]
-    after_idle = steps[names.index("idle until the next iteration")][2]
-    assert after_idle == pytest.approx(figures["snapshot"]["rows"] / (in_run + idle) * 1e3, rel=0.02)
-    assert steps[-1] == ["fill and drain (whole run)", 0.0, pytest.approx(figures["tokens_per_s"], rel=1e-3)]
+    rows, (*iteration, steady, whole) = figures["snapshot"]["rows"], steps
+    assert sum(ms for _, ms, _ in iteration) == pytest.approx(in_run + idle, abs=0.02)  # each is rounded to 0.001
+    what, _, after_idle = iteration[-1]
+    assert what == "idle until the next iteration"
+    assert after_idle == pytest.approx(rows / (in_run + idle) * 1e3, rel=0.02)
+    assert [steady[2], whole[2]] == [figures["steady_tokens_per_s"], figures["tokens_per_s"]]
+    assert sum(ms for _, ms, _ in steps) == pytest.approx(rows / figures["tokens_per_s"] * 1e3, abs=0.02)
     assert 0 < figures["share_of_gemm_bound"] < 1.5
     bound = figures["tokens_per_s"] / figures["share_of_gemm_bound"]
     assert figures["gemm_bound_tokens_per_s"] == pytest.approx(bound, rel=1e-2)

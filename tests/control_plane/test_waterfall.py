@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,16 @@ from control_plane.bench.record import Record
 from control_plane.bench.waterfall import PARTS, Reading, Snapshots
 from scheduler.plan import StepStats
 
-FIGURES = {"tokens_per_s": 20.0, "steady_tokens_per_s": 25.0, "total_s": 1.0, "idle_share": 0.01, "busy_share": 0.99}
+FIGURES = {
+    "tokens_per_s": 1250.0,
+    "steady_tokens_per_s": 1600.0,
+    "total_s": 1.0,
+    "idle_share": 0.01,
+    "busy_share": 0.99,
+    "steady_batch_tokens": 36.4,
+    "steady_decodes": 20.6,
+    "mean_batch_tokens": 30.0,
+}
 
 
 def stats(step: int, tokens: int, decodes: int) -> StepStats:
@@ -49,14 +59,27 @@ def test_every_workload_has_a_breakdown(monkeypatch, steps, kept):
     assert result["breakdown"]["whole iteration"]["ms"] == 15.0
 
 
-def test_the_waterfall_ends_at_the_iteration_of_the_run_idle_time_included(monkeypatch):
+def test_the_waterfall_comes_to_the_iteration_of_the_run_idle_time_included_and_ends_at_the_run(monkeypatch, capsys):
     result, _ = break_down(monkeypatch, [stats(0, 64, 20)])
-    added = [ms for _, ms, _ in result["waterfall"]]
-    assert sum(added) == pytest.approx(20.0 / 0.99, abs=0.01)
-    assert [what for what, _, _ in result["waterfall"]][-2:] == [
-        "batches that are not full (steady middle)",
-        "fill and drain (whole run)",
-    ]
+    *iteration, steady, whole = result["waterfall"]
+    assert sum(ms for _, ms, _ in iteration) == pytest.approx(20.0 / 0.99, abs=0.01)
+    # What average iterations owe is time too, for as many tokens as the full one has: 64 of them at 1,600 a second.
+    added_ms = pytest.approx(40 - 20.202, abs=0.01)
+    assert steady == ("steady middle: 36 rows on average, 21 of them decodes", added_ms, 1600)
+    assert whole == ("fill and drain (whole run): 30 rows on average", pytest.approx(51.2 - 40), 1250)
+    shown = capsys.readouterr().err
+    assert "from the bound to what was reached, always for 64 tokens:" in shown
+    assert re.search(r"21 of them decodes +19\.798 ms +1600 tokens/s", shown)
+
+
+def test_every_step_of_the_waterfall_adds_up_to_its_rate(monkeypatch):
+    # A whole run faster than its middle: fill and drain owe less than nothing.
+    for rate in (1250.0, 1700.0):
+        total = 0.0
+        for _, ms, reached in break_down(monkeypatch, [stats(0, 64, 20)], tokens_per_s=rate)[0]["waterfall"]:
+            total += ms
+            assert reached == pytest.approx(64 / total * 1e3, rel=1e-3)
+        assert reached == rate
 
 
 def test_steps_that_only_moved_pages_have_no_gemms(monkeypatch):
@@ -68,4 +91,5 @@ def test_steps_that_only_moved_pages_have_no_gemms(monkeypatch):
 def test_a_run_too_short_for_a_steady_middle_is_shown_without_it(monkeypatch):
     result, _ = break_down(monkeypatch, [stats(0, 64, 20)], steady_tokens_per_s=None)
     assert "steady" not in str(result["waterfall"])
+    assert sum(ms for _, ms, _ in result["waterfall"]) == pytest.approx(64 / 1.25, abs=0.01)
     assert break_down(monkeypatch, [])[0] == {"breakdown": None}

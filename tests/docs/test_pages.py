@@ -57,6 +57,14 @@ def test_files_flags_and_metrics_that_are_named_exist(page):
         assert variable in variables, variable
 
 
+def test_figures_of_the_throughput_benchmark_that_are_explained_exist():
+    page = (DOCS / "operations.md").read_text(encoding="utf-8")
+    names = re.findall(r"`([a-z_]+)`", page.split("## What a machine can do")[1].split("\n## ")[0])
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "control_plane" / "bench").glob("*.py"))
+    assert len(names) > 15
+    assert [name for name in names if f'"{name}"' not in source] == []
+
+
 class Echo(rpc.GenerationServicer):
     """Answers with the prompt itself."""
 

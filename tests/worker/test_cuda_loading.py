@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autosearch.operators import layer_operators
+from autosearch.pipeline import InvalidScheduleError, sequential
 from autosearch.specs import ModelSpec
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import _batch_sizes, check, load_model
+from worker.cuda_limits import batch_sizes_of, check
+from worker.cuda_loading import load_model
 from worker.cuda_model import GraphKey
 from worker.executor import CapacityError
+from worker.folded_norms import fold_norms
 
 
 @given(st.integers(1, 8192), st.data())
 def test_every_batch_has_a_bucket_that_wastes_little(most, data):
-    sizes = _batch_sizes(most)
+    sizes = batch_sizes_of(most)
     assert list(sizes) == sorted(set(sizes))
     assert sizes[-1] == most
     rows = data.draw(st.integers(1, most))
@@ -29,7 +34,7 @@ def test_every_batch_has_a_bucket_that_wastes_little(most, data):
 
 
 def test_each_batch_finds_its_graph_and_there_are_few(random_model):
-    sizes = _batch_sizes(2048)
+    sizes = batch_sizes_of(2048)
     config = WorkerConfig(random_model("llama"), dtype="float32", max_slots=8, page_size=16, num_pages=32)
     model = load_model(config, lambda what, share: None, [1]).model
     keys = {model.sequential_key(rows, prefill) for rows in sizes for prefill in (True, False)}
@@ -45,8 +50,10 @@ def test_each_batch_finds_its_graph_and_there_are_few(random_model):
         ({"tensor_parallel_size": 2}, "tensor-parallel-size"),
         ({"max_model_len": 9999}, "max_model_len"),
         ({"page_size": 96}, "block-size 96"),
+        ({"max_batch_tokens": 10**18}, "max-num-batched-tokens 1000000000000000000"),
         ({"page_size": 1, "max_slots": 2**24}, "page table of 2147483648 entries"),
         ({"hidden_size": 36}, "hidden_size 36"),
+        ({"head_dim": 256}, "head_dim 256"),
         ({"vocab_size": 600_000}, "vocabulary"),
     ],
 )
@@ -57,6 +64,19 @@ def test_what_a_gpu_cannot_run_is_refused_wherever_it_is_asked(tmp_path, changes
     (tmp_path / "config.json").write_text(json.dumps(model | {k: v for k, v in changes.items() if k in model}))
     with pytest.raises(CapacityError, match=message):
         check(WorkerConfig(tmp_path, device="cuda", **options), ModelSpec.from_folder(tmp_path))
+
+
+@pytest.mark.parametrize(("width", "dtype", "reason"), [(80, "float16", "bfloat16"), (84, "auto", "multiples of 8")])
+def test_a_schedule_with_norms_that_cannot_be_folded_is_refused_before_anything_is_loaded(
+    random_model, width, dtype, reason
+):
+    folder = random_model("llama", intermediate_size=width)
+    spec = ModelSpec.from_folder(folder)
+    schedule = sequential(layer_operators(spec), 64)
+    config = WorkerConfig(folder, device="cuda", dtype=dtype, schedules=(schedule,))
+    check(config, spec)
+    with pytest.raises(InvalidScheduleError, match=f"cannot be folded: .*{reason}"):
+        check(replace(config, schedules=(fold_norms(schedule),)), spec)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128])
@@ -102,6 +122,20 @@ def test_expected_lengths_bound_the_batch_by_what_memory_keeps_full(random_model
     )
     executor = CudaExecutor(config)
     assert executor.capacity.max_batch_tokens == expected
+    executor.close()
+
+
+def test_schedules_for_larger_batches_than_memory_keeps_full_are_named(random_model, caplog):
+    folder = random_model("llama")
+    operators = layer_operators(ModelSpec.from_folder(folder))
+    schedules = tuple(replace(sequential(operators, rows), name=f"mine-{rows}") for rows in (8, 64))
+    limits = {"max_batch_tokens": 64, "max_slots": 8, "page_size": 16, "num_pages": 150, "schedules": schedules}
+    expected = {"expected_input_len": 300, "expected_output_len": 300}
+    executor = CudaExecutor(WorkerConfig(folder, dtype="float32", **limits, **expected))
+    assert executor.capacity.max_batch_tokens == 10
+    assert [record.getMessage() for record in caplog.records] == [
+        "B_dense is 10 for the lengths expected: mine-64 will not run"
+    ]
     executor.close()
 
 

@@ -26,7 +26,8 @@ from scheduler.request import NewRequest, SamplingParams
 from scheduler.scheduler import Scheduler, SchedulerConfig
 from worker.config import WorkerConfig
 from worker.cuda_executor import CudaExecutor
-from worker.cuda_loading import _EXCHANGE_BYTES, _GRAPH_BYTES, check
+from worker.cuda_limits import check
+from worker.cuda_loading import _EXCHANGE_BYTES, _GRAPH_BYTES
 from worker.executor import CapacityError
 from worker.folded_norms import fold_norms
 from worker.kernel_set import ReferenceKernels

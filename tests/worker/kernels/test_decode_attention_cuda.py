@@ -14,7 +14,7 @@ from worker.kernels import decode_attention_cuda, reference
 from worker.work_lists import decode_units, range_ends
 
 LENGTHS = [1, 16, 17, 63, 64, 65, 300, 700]
-CASES = [(4, 128, 64), (1, 64, 16), (8, 128, 32), (3, 64, 64)]  # group, head dim, page size
+CASES = [(4, 128, 64), (1, 64, 16), (8, 128, 32), (3, 64, 64), (7, 64, 64), (3, 128, 64)]  # group, head dim, page size
 DTYPES = [torch.bfloat16, torch.float16]
 PLACES = ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)]
 
