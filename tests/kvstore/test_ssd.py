@@ -558,18 +558,6 @@ def test_records_side_by_side_are_read_at_once_and_one_by_one_where_that_fails(f
     tier.stop()
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("mounting needs privileges: the same faults are injected in other tests")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def test_a_full_disk(small_disk):
     tier = Tier(small_disk / "ssd", budget=8 * BUDGET)
     for key in keys(400):
