@@ -10,7 +10,6 @@ import random
 import shutil
 import stat
 import struct
-import subprocess
 from collections import OrderedDict
 from contextlib import suppress
 
