@@ -323,6 +323,11 @@ class KVStoreOptions:
         "Port of the store's /metrics for Prometheus; 0 picks a free one.", default=None, low=0, high=65535, unset="off"
     )
 
+    def __post_init__(self) -> None:
+        for name in ("ssd_bytes", "ssd_after_hits"):
+            if self.ssd_dir is None and getattr(self, name) != default_of(KVStoreOptions, name):
+                raise ConfigError(f"{name.replace('_', '-')} is of the SSD tier: give ssd-dir too")
+
 
 @dataclass(frozen=True, slots=True)
 class OwnStoreConfig:

@@ -123,6 +123,8 @@ def _summary(text: str, token_ids: list[int], final: Final, load_s: float) -> di
         "prompt_tokens": final.num_prompt_tokens,
         "completion_tokens": final.num_output_tokens,
         "cached_tokens": final.num_cached_tokens,
+        "cpu_cached_tokens": final.num_cpu_cached_tokens,
+        "ssd_cached_tokens": final.num_ssd_cached_tokens,
         "seed": final.seed,
         "load_s": round(load_s, 4),
         "ttft_s": None if final.ttft_s is None else round(final.ttft_s, 4),

@@ -95,12 +95,14 @@ class Final:
     matched_stop_token: int | None  # set when STOP
     num_prompt_tokens: int
     num_output_tokens: int
-    num_cached_tokens: int  # prompt tokens found in the prefix cache
+    num_cached_tokens: int  # prompt tokens found in the engine's prefix cache or in the KV store
     seed: int  # the one used
     queue_s: float  # from acceptance to its first iteration, or to the end when it never ran
     ttft_s: float | None  # from acceptance to the first token; None: there was none
     total_s: float  # from acceptance to the end
     num_preemptions: int
+    num_cpu_cached_tokens: int = 0  # of num_cached_tokens, loaded from the KV store's memory
+    num_ssd_cached_tokens: int = 0  # of num_cached_tokens, loaded from the KV store's SSD
 
 
 class CancelOutcome(Enum):

@@ -163,6 +163,8 @@ def to_response(request_id: str, event: Delta | Final) -> pb.GenerateResponse:
         ttft_s=event.ttft_s,
         total_s=event.total_s,
         num_preemptions=event.num_preemptions,
+        cpu_cached_tokens=event.num_cpu_cached_tokens,
+        ssd_cached_tokens=event.num_ssd_cached_tokens,
     )
     return pb.GenerateResponse(request_id=request_id, final=final)
 

@@ -126,6 +126,8 @@ class LiveRequest:
             ttft_s=self.ttft_s,
             total_s=now - self.accepted_at,
             num_preemptions=0 if known is None else known.num_preemptions,
+            num_cpu_cached_tokens=0 if known is None else known.num_cpu_cached_tokens,
+            num_ssd_cached_tokens=0 if known is None else known.num_ssd_cached_tokens,
         )
         self._news.set()
         self._release_prompt()

@@ -60,7 +60,7 @@ COUNTERS = {
     "kv_store_pages_skipped": "KV pages that were computed although the KV store had them: loading costs more.",
     "kv_store_pages_stored": "KV pages that the KV store was given, or had already when it was asked to take them.",
     "kv_store_pages_store_failed": "KV pages that the KV store did not take.",
-    "kv_store_pages_dropped": "KV pages that were due for the KV store and gone, or too many, before their turn.",
+    "kv_store_pages_dropped": "KV pages that were due for the KV store and not given: gone, too many, or breaker open.",
     "num_preemptions": "Times that a running request lost its pages to others.",
     "num_preemptions_moved": "Of these, those whose KV moved to the KV store; that of the others is computed again.",
     "iterations": "Iterations.",

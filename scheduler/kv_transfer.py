@@ -45,7 +45,7 @@ class KVTransfer:
         self._residence = residence
         self.costs = MoveCosts(capacity.page_size)
         self._moves = PageMoves(residence, config.move_timeout_s)
-        self.saves = PageSaves(config, capacity, residence, self._moves, self.costs)
+        self.saves = PageSaves(config, capacity, residence, self._moves, self.costs, lambda: store.is_off)
         self._prefetch = Prefetch(config, store, capacity.page_size, self.saves.learn)
         self._loads: dict[int, _Load] = {}  # by the number of a move on the way
         self._coming: dict[bytes, int] = {}  # contents that are being loaded, and are not overdue: the move's number

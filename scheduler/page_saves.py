@@ -7,7 +7,7 @@ and who is preempted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -41,12 +41,19 @@ class PageSaves:
     """What one instance gives to its store."""
 
     def __init__(
-        self, config: StoreConfig, capacity: EngineCapacity, residence: Residence, moves: PageMoves, costs: MoveCosts
+        self,
+        config: StoreConfig,
+        capacity: EngineCapacity,
+        residence: Residence,
+        moves: PageMoves,
+        costs: MoveCosts,
+        is_off: Callable[[], bool],
     ) -> None:
+        """is_off: whether the store is not used for a while: it is given nothing then."""
         self._policy, self._most_per_step = config.write_policy, config.pages_per_step
         self._page_size = capacity.page_size
         self._residence, self._pool = residence, residence.pool
-        self._moves, self._costs = moves, costs
+        self._moves, self._costs, self._is_off = moves, costs, is_off
         self._backlog = StoreBacklog(config.backlog_pages, config.known_pages)
         self._max_storing = max(1, capacity.num_pages // _MAX_HELD_SHARE)
         self._max_evacuating = max(1, capacity.num_pages // _MAX_EVACUATED_SHARE)
@@ -111,7 +118,7 @@ class PageSaves:
         """
         pages, digests, num_kept = self._to_save(request)
         num_loads = min(num_kept, (len(request.tokens) - 1) // self._page_size)
-        if not num_loads or not self._most_per_step:
+        if not num_loads or not self._most_per_step or self._is_off():
             return False
         if not self._costs.is_worth_moving(len(pages), num_loads):
             self._costs.not_moved()
@@ -175,6 +182,9 @@ class PageSaves:
 
     def add_by_policy(self, draft: PlanDraft) -> None:
         """Give the store what is due, as much as one iteration may."""
+        if self._is_off():
+            self._backlog.drop_waiting()
+            return
         room = min(self._most_per_step, self._max_storing - self._num_storing)
         if room <= 0:
             return

@@ -18,7 +18,7 @@ class StoreBacklog:
         self._waiting: OrderedDict[bytes, None] = OrderedDict()  # first come, first served
         self._on_way: Counter[bytes] = Counter()  # how many times at once each is being given; none of them waits
         self._known: OrderedDict[bytes, None] = OrderedDict()  # in the store, longest unheard of first
-        self.num_dropped = 0  # so far: for want of room, or gone before their turn
+        self.num_dropped = 0  # so far: for want of room or of a store, or gone before their turn
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -64,6 +64,11 @@ class StoreBacklog:
         """One that was taken cannot be given: its page is gone."""
         self._over([digest])
         self.num_dropped += 1
+
+    def drop_waiting(self) -> None:
+        """None of those that wait can be given; they may be offered again."""
+        self.num_dropped += len(self._waiting)
+        self._waiting.clear()
 
     def failed(self, digests: Iterable[bytes]) -> None:
         """These did not arrive; they may be offered again, unless they are on the way another time."""

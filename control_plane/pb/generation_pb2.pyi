@@ -162,7 +162,7 @@ class Delta(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Final(_message.Message):
-    __slots__ = ("finish_reason", "matched_stop_token", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "queue_s", "ttft_s", "total_s", "num_preemptions")
+    __slots__ = ("finish_reason", "matched_stop_token", "prompt_tokens", "completion_tokens", "cached_tokens", "seed", "queue_s", "ttft_s", "total_s", "num_preemptions", "cpu_cached_tokens", "ssd_cached_tokens")
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_TOKEN_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +173,8 @@ class Final(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TOTAL_S_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    CPU_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SSD_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     finish_reason: FinishReason
     matched_stop_token: int
     prompt_tokens: int
@@ -183,4 +185,6 @@ class Final(_message.Message):
     ttft_s: float
     total_s: float
     num_preemptions: int
-    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
+    cpu_cached_tokens: int
+    ssd_cached_tokens: int
+    def __init__(self, finish_reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop_token: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., queue_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., total_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ..., cpu_cached_tokens: _Optional[int] = ..., ssd_cached_tokens: _Optional[int] = ...) -> None: ...

@@ -59,7 +59,8 @@ class FakeInstance:
         self.step_s = step_s
         self.chunk = chunk  # prompt tokens per step and request
         self.vocab_size = vocab_size
-        self.num_cached = 0  # prompt tokens that each request is said to have found in the prefix cache
+        self.num_cached = 0  # prompt tokens that each request is said not to have computed
+        self.from_store = (0, 0)  # of these, from a KV store's memory and its SSD
         self.fail_on: dict[tuple[int, ...], str] = {}  # prompts that end as FAILED, with what message
         self.submitted: list[NewRequest] = []
         self.cancelled: list[Cancel] = []
@@ -171,7 +172,8 @@ class FakeInstance:
         starts = []
         while self._waiting and len(self._running) < self.capacity.max_slots:
             self._running.append(self._waiting.pop(0))
-            starts.append(RequestStart(self._running[-1].request.request_id, self.num_cached, QUEUE_S, 0))
+            request_id = self._running[-1].request.request_id
+            starts.append(RequestStart(request_id, self.num_cached, QUEUE_S, 0, *self.from_store))
         tokens, ends, num_tokens, num_decodes = [], [], 0, 0
         for run in list(self._running):
             prompt, sampling = run.request.prompt_token_ids, run.request.sampling
@@ -219,7 +221,8 @@ class FakeInstance:
         self._put(tokens, ends, stats, starts)
 
     def _end(self, run, reason, error=""):
-        return RequestEnd(run.request.request_id, reason, run.num_output, self.num_cached, QUEUE_S, 0, error)
+        cached, of_store = self.num_cached, self.from_store
+        return RequestEnd(run.request.request_id, reason, run.num_output, cached, QUEUE_S, 0, error, *of_store)
 
     def _put(self, tokens, ends, stats, starts=()):
         live = sum(-(-(len(run.request.prompt_token_ids) + run.num_output) // PAGE_SIZE) for run in self._running)

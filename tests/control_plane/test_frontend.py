@@ -148,7 +148,7 @@ async def test_cancel_frees_the_engine_and_ends_the_stream_once(state):
 
 async def test_what_is_known_of_a_request_is_told_when_it_is_cancelled_or_expires():
     async with running_frontend(auto=False, max_slots=2) as (frontend, metrics, instance):
-        instance.num_cached = 2
+        instance.num_cached, instance.from_store = 2, (0, 1)
         started = [
             await frontend.generate(replace(GREEDY, request_id="cancelled")),
             await frontend.generate(replace(GREEDY, timeout_s=0.1)),
@@ -161,6 +161,7 @@ async def test_what_is_known_of_a_request_is_told_when_it_is_cancelled_or_expire
         finals = [final for _, final in await asyncio.gather(*map(read, [*started, waiting]))]
     for final in finals[:2]:
         assert (final.num_cached_tokens, final.num_output_tokens) == (2, 1)
+        assert (final.num_cpu_cached_tokens, final.num_ssd_cached_tokens) == (0, 1)
         assert 0.001 <= final.queue_s < 0.05
     assert (finals[2].num_cached_tokens, finals[2].num_output_tokens) == (0, 0)
     assert finals[2].queue_s == pytest.approx(finals[2].total_s)

@@ -69,6 +69,7 @@ async def status_of(call):
 
 async def test_generate_streams_tokens_text_and_one_final(byte_tokenizer):
     async with running_service(tokenizer=byte_tokenizer, vocab_size=128) as service:
+        service.instance.num_cached, service.instance.from_store = 6, (1, 2)
         call = service.generation.Generate(question(max_tokens=40, request_id="mine"))
         assert dict(await call.initial_metadata())["x-request-id"] == "mine"
         responses = [response async for response in call]
@@ -81,6 +82,7 @@ async def test_generate_streams_tokens_text_and_one_final(byte_tokenizer):
     assert final.finish_reason == generation_pb2.FINISH_REASON_LENGTH
     assert not final.HasField("matched_stop_token")
     assert final.prompt_tokens == 3
+    assert (final.cached_tokens, final.cpu_cached_tokens, final.ssd_cached_tokens) == (6, 1, 2)
     assert 0 < final.ttft_s <= final.total_s
 
 

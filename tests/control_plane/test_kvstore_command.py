@@ -58,6 +58,7 @@ def test_sizes_and_policies_reach_the_store(tmp_path):
         (["--cpu-bytes", "1048576", "--store-port", "0"], "needs a token"),
         (["--cpu-bytes", "1048576", "--ssd-dir", "/proc/nowhere"], "cannot be used"),
         (["--cpu-bytes", "9000000000000000"], "fewer cpu-bytes"),
+        (["--cpu-bytes", "1048576", "--ssd-bytes", "100000000"], "ssd-bytes is of the SSD tier: give ssd-dir too"),
         (["--cpu-bytes", str(10**30)], "at most 1152921504606846976"),
     ],
 )

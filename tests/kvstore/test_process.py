@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 import stat
+import subprocess
 import threading
 import time
 from contextlib import suppress
@@ -233,6 +235,49 @@ def test_bytes_spoilt_in_the_arena_are_a_miss_and_dropped(store_process):
     assert until(lambda: client.stats()["reported_corrupt"] == 1)
     assert put(client, b"key")
     assert get(client, b"key")
+
+
+def test_a_disk_that_is_full(store_process, small_disk):
+    store = store_process(ssd_dir=small_disk / "ssd", ssd_bytes=4 << 20, ssd_after_hits=0)
+    client = store.client()
+    assert all(put(client, key) for key in keys(50))
+    assert until(lambda: client.stats()["ssd_records"] == 50 and not client.stats()["ssd_unsaved"])
+    assert all(put(client, key) for key in keys(200)[50:])
+    assert until(lambda: client.stats()["ssd_write_errors"] > 0 == client.stats()["background_waiting"])
+    assert sum(get(client, key) for key in keys(200)) >= 50
+    store.kill()  # the index had no room for the later ones
+    store.start()  # on the full disk
+    assert until(lambda: client.stats() is not None)
+    assert sum(get(client, key) for key in keys(200)) == client.stats()["ssd_restored"] >= 50
+    assert put(client, b"another")
+    assert get(client, b"another")
+    assert store.terminate() == 0
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(AssertionError, match="Read-only file system"):
+        store.start()
+
+
+def test_a_disk_that_fails_to_write_and_to_read(store_process, tmp_path):
+    store = with_ssd(store_process, tmp_path)
+    client = store.client()
+    assert all(put(client, key) for key in keys(40))
+    assert until(lambda: client.stats()["ssd_records"] == 40)
+    before = resource.prlimit(store.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(store.pid, resource.RLIMIT_FSIZE, (4096, before[1]))  # writes beyond that are errors
+    assert all(put(client, key) for key in keys(40, "other"))
+    assert until(lambda: client.stats()["ssd_write_errors"] > 0)
+    assert all(get(client, key) for key in keys(40, "other"))
+    assert client.stats()["ssd_records"] == 40
+    store.kill()
+    for path in (tmp_path / "ssd").glob("segment-*"):
+        path.rename(path.with_suffix(".was"))
+        path.symlink_to(path.with_suffix(".was"))  # not followed: an error of each read
+    store.start()
+    assert until(lambda: client.stats() is not None)
+    assert not any(get(client, key) for key in keys(40))
+    assert put(client, b"key-0")
+    assert get(client, b"key-0")
+    assert store.terminate() == 0
 
 
 def test_files_are_for_their_owner_only(store_process, tmp_path):

@@ -10,7 +10,6 @@ import random
 import shutil
 import stat
 import struct
-import subprocess
 from collections import OrderedDict
 from contextlib import suppress
 
@@ -556,18 +555,6 @@ def test_records_side_by_side_are_read_at_once_and_one_by_one_where_that_fails(f
         assert key == b"key-3" or payload_of(slot, PAYLOAD) == payload_for(key)
     assert [tier.get(key) for key in keys(8)] == [number != 3 for number in range(8)]
     tier.stop()
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A real file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
-    if mount.returncode:
-        pytest.skip("mounting needs privileges: the same faults are injected in other tests")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_disk(small_disk):

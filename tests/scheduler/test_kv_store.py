@@ -576,12 +576,12 @@ def test_faults_and_a_store_that_is_off_are_told() -> None:
     run_one(driver, "a", make_prompt(17))
     assert driver.count_moves().num_faults == 0
     assert not driver.scheduler.load().store_is_off
-    store_of(driver).num_faults, store_of(driver).is_off = 3, True
-    run_one(driver, "b", make_prompt(17))
-    assert driver.count_moves().num_faults == 3
     store_of(driver).num_rank_faults = 2
-    run_one(driver, "c", make_prompt(29, first=1))
+    run_one(driver, "b", make_prompt(29, first=1))
     assert driver.count_moves().num_rank_faults == 2
+    store_of(driver).num_faults, store_of(driver).is_off = 3, True
+    run_one(driver, "c", make_prompt(17))
+    assert driver.count_moves().num_faults == 3
     assert driver.scheduler.load().store_is_off
 
 

@@ -191,6 +191,10 @@ class StoreMachine(SchedulerMachine):
     def answer_otherwise(self, delay: int | None, num_lies: int) -> None:
         self.store.answer_delay, self.store.num_lies = delay, num_lies
 
+    @rule(is_off=st.booleans())
+    def use_otherwise(self, is_off: bool) -> None:
+        self.store.is_off = is_off
+
     @rule(page_s=st.sampled_from([0.0, 1e-6, 1e-6, 1.0]))
     def costs_otherwise(self, page_s: float) -> None:
         self.driver.mover.page_s = page_s

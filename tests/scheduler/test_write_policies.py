@@ -180,6 +180,38 @@ def test_the_gpu_loses_pages_between_the_question_and_the_start() -> None:
 # --- preempted requests ---
 
 
+# --- a store that is off ---
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_nothing_is_given_to_a_store_that_is_off_and_what_was_due_is_counted(policy: WritePolicy) -> None:
+    driver = make_driver(policy, num_pages=16, max_model_len=60)
+    driver.store.is_off = True  # type: ignore[union-attr]
+    for turn in range(3):
+        run_one(driver, f"a{turn}", make_prompt(17))
+    for i in range(4):  # push each other out
+        run_one(driver, f"r{i}", make_prompt(40, first=1 + i))
+    assert stores_of(driver) == []
+    assert driver.scheduler.is_idle
+    assert driver.count_moves().num_dropped >= 4
+    driver.store.is_off = False  # type: ignore[union-attr]
+    for turn in range(3):
+        run_one(driver, f"b{turn}", make_prompt(40, first=9))
+    run_one(driver, "c", make_prompt(56, first=10))
+    assert num_in_store(driver) > 0
+
+
+def test_the_preempted_do_not_wait_for_a_store_that_is_off() -> None:
+    driver = crowded(BACK)
+    driver.store.is_off = True  # type: ignore[union-attr]
+    driver.run()
+    driver.check_outputs()
+    driver.check_baseline()
+    assert driver.num_preemptions > 4
+    assert driver.count_moves().num_requests_moved == 0
+    assert driver.mover.moves == []
+
+
 def mislead(driver: Driver) -> None:
     """Let the forecast believe that outputs are short."""
     for _ in range(500):
