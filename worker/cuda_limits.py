@@ -70,10 +70,13 @@ def can_fold(config: WorkerConfig, spec: ModelSpec) -> bool:
 
 
 def batch_sizes_of(max_batch_tokens: int) -> tuple[int, ...]:
-    """Batch sizes to capture, ascending: powers of two, multiples of 128 from there on, and wider steps above 2,048."""
+    """Batch sizes to capture, ascending: powers of two, multiples of 128 from there on, wider steps above 4,096.
+
+    A batch is padded to the next one: what that costs is rows of GEMMs, what one more costs is a graph's memory.
+    """
     if max_batch_tokens < 1:
         raise CapacityError("max_batch_tokens must be at least 1")
     sizes = [1 << power for power in range(7)] + list(range(128, 2049, 128))
     while sizes[-1] < max_batch_tokens:
-        sizes.append(sizes[-1] + max(512, 1 << (sizes[-1].bit_length() - 3)))
+        sizes.append(sizes[-1] + max(128, 1 << (sizes[-1].bit_length() - 5)))
     return (*(size for size in sizes if size < max_batch_tokens), max_batch_tokens)
