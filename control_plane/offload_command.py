@@ -55,7 +55,7 @@ def simulate(
         int, typer.Option(min=0, metavar="N", help="Tokens that its SSD tier holds.")
     ] = _DEFAULTS.ssd_tokens,
     ssd_after_hits: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Hits after which a page is copied to SSD.")
+        int, typer.Option(min=0, max=255, metavar="N", help="Hits after which a page is copied to SSD.")
     ] = _DEFAULTS.ssd_after_hits,
     num_engines: Annotated[
         int,

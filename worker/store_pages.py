@@ -101,7 +101,10 @@ class PageMover:
     @torch.inference_mode()
     def _load(self) -> None:
         """All loads that wait, in the thread of loads: more than one, so that the next calls may find none."""
-        self._page_loads.run()
+        try:
+            self._page_loads.run()
+        except Exception:  # nobody knows what may still be written: no result, so the instance will count as lost
+            log.exception("loads have stopped")
 
     @torch.inference_mode()
     def _save(self, move: KVMove) -> None:

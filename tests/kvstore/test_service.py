@@ -95,6 +95,16 @@ def test_two_who_write_the_same_key_write_it_once(make):
     assert service.commit(first.lease_id) == 0
 
 
+def test_what_a_writer_that_died_was_to_write_is_missed_and_written_by_another(make):
+    service = make()
+    service.reserve([b"key"], 1000)
+    assert service.reserve([b"key"], 1000).offsets == (NOT_NEEDED,)  # as if it were there
+    assert service.lookup([b"key"]) == []
+    service._clock.now += service.config.lease_s
+    put(service, b"key", payload_for(b"key"))
+    assert service.lookup([b"key"]) == [Tier.CPU]
+
+
 def test_a_put_is_seen_only_when_it_is_whole(make):
     service = make()
     reserved = service.reserve([b"key"], 1000)

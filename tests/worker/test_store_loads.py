@@ -328,6 +328,17 @@ def test_pages_that_may_still_be_written_are_told_as_not_loaded():
     store.close()
 
 
+def test_that_loads_have_stopped_is_said(caplog):
+    saved, loaded = random_cache(*LAYOUT, 1), random_cache(*LAYOUT, 2)
+    store = filled_store(saved)
+    mover = PageMover(CpuPageCopier(loaded), CpuPageCopier(loaded), identity_of(loaded), NoClose(store))
+    mover._page_loads._on_end = failing_at(0, mover._page_loads._on_end)
+    mover.start([KVMove(0, MoveKind.LOAD, (0, 1), tuple(digests_of([0, 1])))])
+    mover.close()
+    assert mover.take_ended() == ()
+    assert "loads have stopped" in caplog.text
+
+
 @settings(deadline=None, max_examples=150)
 @given(data=st.data(), layout=layouts(), seed=st.integers(0, 10**6))
 def test_whatever_happens_to_some_loads_pages_hold_what_was_saved_or_are_as_they_were(data, layout, seed):
