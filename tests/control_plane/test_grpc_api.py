@@ -279,7 +279,7 @@ async def test_more_connections_than_allowed_are_closed_and_those_that_go_make_r
         await channels[0].close()
         async with connect() as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            assert (await read(stub.Generate(question(), wait_for_ready=True, timeout=5)))[2] is Code.OK
+            assert (await read(stub.Generate(question(), wait_for_ready=True, timeout=20)))[2] is Code.OK
         for channel in channels[1:]:
             await channel.close()
 
