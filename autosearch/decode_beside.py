@@ -103,9 +103,9 @@ class DecodeBeside:
     def start(self) -> list[PipelineSchedule]:
         """Cuts after the decodes and within them, at few shares. Empty where there is nothing to cut."""
         after = -(-self._decodes // ROW_STEP) * ROW_STEP
-        within = ROW_STEP * round(self._decodes / 2 / ROW_STEP)
+        within = [ROW_STEP * round(part * self._decodes / ROW_STEP) for part in (0.75, 0.5)]
         beside, kernel = self._most_beside - 1, self._kernels[0]
-        points = [Point(cut, sms, beside, kernel) for cut in (after, within) for sms in (48, 64, 80)]
+        points = [Point(cut, sms, beside, kernel) for cut in (after, *within) for sms in (48, 64, 80)]
         return self._schedules(points)
 
     def near(self, schedule: PipelineSchedule) -> list[PipelineSchedule]:
