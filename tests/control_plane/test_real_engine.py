@@ -163,13 +163,16 @@ async def live_a_little(service, number, rng):
         while way in ("submit", "resume") and final is None:
             resume = generation_pb2.StreamRequest(request_id=request_id, resume_from_token=num_read)
             call = generation.Stream(resume)
-            with suppress(grpc.aio.AioRpcError):  # the reader before has not been seen to go yet
+            try:
                 async for response in call:
                     num_read += len(response.delta.token_ids)
                     if response.HasField("final"):
                         final = response.final
                     elif way == "resume":
                         break
+            except grpc.aio.AioRpcError as error:  # the reader before has not been seen to go yet
+                if error.code() is grpc.StatusCode.NOT_FOUND:
+                    return  # nobody read it for too long, on a machine that is busy
             call.cancel()
         assert final is None or num_read == request.stopping.max_tokens
 
