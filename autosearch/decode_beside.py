@@ -153,7 +153,7 @@ class DecodeBeside:
     def _point_of(self, schedule: PipelineSchedule) -> Point | None:
         """Where the schedule stands, in other kernels of projections and norms too."""
         attention = [operation for operation in schedule.operations if operation.lane == ATTENTION_LANE]
-        if len(attention) != 1 or schedule.batch_tokens != self._rows:
+        if len(attention) != 1 or schedule.batch_tokens != self._rows or not schedule.decodes_first:
             return None
         first, plain = attention[0], _in_default_kernels(schedule)
         sms = round(first.sm_share * self._num_sms)

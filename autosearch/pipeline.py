@@ -14,9 +14,12 @@ from pathlib import Path
 from autosearch.operators import Collectives, Operator
 from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 from autosearch.precedence import ChainedLayers, NanoOperation, covered
-from autosearch.workload import Workload
+from autosearch.workload import Workload, WorkloadError
 
 __all__ = ["Figures", "InvalidScheduleError", "NanoOperation", "PipelineSchedule", "nanobatch_only", "sequential"]
+
+
+MAX_LANES = 4  # compute, memory, network and one more: what may run at once is found by trying all groups
 
 
 class InvalidScheduleError(ValueError):
@@ -82,6 +85,7 @@ class PipelineSchedule:
         moment, however long each takes, never asks for more than all SMs.
         """
         known = {operator.name: operator for operator in operators}
+        self._check_numbers()
         for op in self.operations:
             if op.operator not in known:
                 raise InvalidScheduleError(
@@ -96,6 +100,21 @@ class PipelineSchedule:
         self._check_helpers(known)
         self._check_waits()
         self._check_shares(operators)
+
+    def _check_numbers(self) -> None:
+        """What no schedule of any operators can have."""
+        if self.batch_tokens < 1:
+            raise InvalidScheduleError(f"{self.name}: a batch of {self.batch_tokens} rows is none")
+        num_lanes = len({op.lane for op in self.operations})
+        if num_lanes > MAX_LANES:
+            raise InvalidScheduleError(f"{self.name}: {num_lanes} lanes, and {MAX_LANES} at most are told apart")
+        for figures in (self.predicted, self.measured):
+            if figures and min(figures.tokens_per_s_per_gpu, figures.sequential_tokens_per_s_per_gpu) <= 0:
+                raise InvalidScheduleError(f"{self.name}: its figures say that nothing runs: {figures}")
+        try:
+            _ = self.planned_for
+        except WorkloadError as error:
+            raise InvalidScheduleError(f"{self.name}: it was planned for no batch that can be: {error}") from None
 
     def _check_cover(self, operator: str) -> None:
         position = 0
@@ -150,13 +169,14 @@ class PipelineSchedule:
 
     @classmethod
     def from_json(cls, text: str) -> PipelineSchedule:
-        """Raises InvalidScheduleError where fields are missing, unknown or of the wrong type."""
+        """Raises InvalidScheduleError where fields are missing, unknown, of the wrong type or impossible."""
         try:
             schedule = build(cls, parse_json(text))
         except PlainDataError as error:
             raise InvalidScheduleError(f"not a pipeline schedule: {error}") from None
         if schedule.collectives not in tuple(Collectives):
             raise InvalidScheduleError(f"{schedule.name}: collectives {schedule.collectives!r} are none of ours")
+        schedule._check_numbers()
         return schedule
 
     @classmethod

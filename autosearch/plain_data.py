@@ -39,7 +39,7 @@ def parse_json(text: str) -> Any:
         return json.loads(text, parse_constant=refuse)
     except RecursionError:
         raise PlainDataError("it is nested too deeply") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # JSONDecodeError, and whole numbers of thousands of digits
         raise PlainDataError(f"it is not JSON: {error}") from None
 
 

@@ -13,18 +13,24 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from autosearch.decode_beside import DecodeBeside
 from autosearch.operators import layer_operators
 from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, named_by_file
 from autosearch.schedule_store import INDEX
+from autosearch.specs import ModelSpec
 from control_plane.bench.ablation_engine import bench_of, device_facts, is_cuda, load_for
 from control_plane.config import EngineConfig
-from control_plane.engine import device_of
+from control_plane.engine import device_of, single_rank_config
 from control_plane.options import ConfigError
 from control_plane.planning_options import say
+from worker.cuda_limits import schedules_of
 from worker.cuda_loading import LoadedModel
+from worker.cuda_model import num_sms_of
 from worker.schedule_bench import sequential_ways
 from worker.steady_batch import SteadyMix, fill_pages
+from worker.streams import LaneOrder
 from worker.tuner import Effort, Tuned, tune
 
 _EFFORT = Effort()
@@ -60,6 +66,7 @@ def run(
     model that it cannot load.
     """
     mixes, began = list(batches.mixes()), time.perf_counter()
+    _check_candidates(engine, proposed, batches.sizes)
     loaded = load_for(engine, batches.sizes)
     gpu = device_facts(is_cuda(loaded))["device"]
     fill_pages(loaded.cache)
@@ -98,6 +105,18 @@ def _tune_one(loaded: LoadedModel, mix: SteadyMix, proposed: list[PipelineSchedu
         effort,
         say,
     )
+
+
+def _check_candidates(engine: EngineConfig, proposed: Sequence[Path], sizes: Sequence[int]) -> None:
+    """Before anything is loaded. Raises ConfigError, InvalidScheduleError or PartitionError for what cannot run."""
+    config = single_rank_config(engine)
+    spec = ModelSpec.from_folder(config.model_dir)
+    operators, num_sms = layer_operators(spec), num_sms_of(torch.device(config.device))
+    for rows in dict.fromkeys(sizes):
+        candidates = tuple(_read(proposed, rows))
+        schedules_of(replace(config, schedules=candidates, nano_batches=1), spec)
+        for schedule in candidates:
+            LaneOrder(schedule, operators, num_sms)
 
 
 def _read(proposed: Sequence[Path], rows: int) -> Iterator[PipelineSchedule]:

@@ -69,7 +69,7 @@ class CudaModel:
         self.sampled = torch.zeros(num_samples, dtype=torch.int32, device=device)
         self._schedules: dict[str, PipelineSchedule] = {}
         self._cuts: dict[str, AttentionCuts] = {}
-        self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if like.is_cuda else 132
+        self.num_sms = num_sms_of(device)
         self._streams: Streams = OneStream()
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._capture_stream = torch.cuda.Stream(device) if like.is_cuda else None
@@ -102,7 +102,7 @@ class CudaModel:
         for schedule in schedules:
             check_schedule(schedule, operators, self._why_not_folded)
             known = self._schedules.get(schedule.name, schedule)
-            if known.operations != schedule.operations:
+            if (known.operations, known.decodes_first) != (schedule.operations, schedule.decodes_first):
                 raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")
             order = LaneOrder(schedule, operators, self.num_sms)
             if self._device.type == "cuda" and order.partitions:
@@ -275,6 +275,11 @@ class CudaModel:
     def _last_delta(self, key: GraphKey) -> torch.Tensor | None:
         """What the last layer has left to add to the residual."""
         return None if is_folded(self.schedule(key)) else self.layers.delta
+
+
+def num_sms_of(device: torch.device) -> int:
+    """SMs that schedules share; for tests on a CPU, those of an H200."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _sizes(weight: torch.Tensor) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import torch
 from autosearch.operators import Operator
 from autosearch.pipeline import PipelineSchedule
 from autosearch.precedence import ChainedLayers, NanoOperation, Wait, comes_after, unrolled
+from worker.folded_norms import NO_PASS
 
 GROUP_SMS = 8  # the smallest partition that Hopper makes
 
@@ -89,9 +90,17 @@ class LaneOrder:
 
         True of what helps, where all that it waits for had ended before that began.
         """
-        if not self.operations[index].helps or self.waits[index]:
+        if not self.operations[index].helps or self._is_behind_event(index):
             return False
         return all(self.places[other] != self.places[index] for other, _ in self._layers.own_waits(index))
+
+    def _is_behind_event(self, index: int) -> bool:
+        """Whether its place waits for an event between the launch before and its own: folded norms launch nothing."""
+        while not self.waits[index]:
+            index, _ = _previous(self.places, index)
+            if self.operations[index].kernel != NO_PASS:
+                return False
+        return True
 
     def run(self, num_layers: int, streams: Streams, launch: Callable[[int, int], None]) -> None:
         """Launch all layers' operations, launch(layer, index), in issue order; ends with everything joined."""

@@ -9,13 +9,13 @@ sequential schedule, with folded norms or without, is not kept. Knows nothing of
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autosearch.pipeline import Figures, NanoOperation, PipelineSchedule
+from autosearch.pipeline import Figures, PipelineSchedule
 from autosearch.workload import Workload
-from worker.folded_norms import folded_too
+from worker.folded_norms import folded_too, is_folded
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,29 +98,35 @@ def tune(
 
     sequential: with folded norms and without; first the one that is served where no schedule is chosen.
     """
-    pool: dict[tuple[NanoOperation, ...], PipelineSchedule] = {}  # each once, whatever it is called
     bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
+    known = {_what_runs(schedule) for schedule in sequential}  # each once, whatever it is called
+    names = {schedule.name for schedule in sequential}
+    pool: list[PipelineSchedule] = []
     screened: dict[str, float] = {}
 
     def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
-        """The best few so far."""
+        """All so far, the fastest first."""
         for schedule in schedules:
-            if schedule.operations in pool:
+            if _what_runs(schedule) in known:
                 continue
-            pool[schedule.operations] = schedule
+            known.add(_what_runs(schedule))
+            schedule = _named_apart(schedule, names)
+            names.add(schedule.name)
             screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
             say(f"{schedule.name}: {screened[schedule.name]:.2f} ms")
-        return sorted(pool.values(), key=lambda schedule: screened[schedule.name])[: effort.num_finalists]
+            pool.append(schedule)
+        return sorted(pool, key=lambda schedule: screened[schedule.name])
 
-    best_few = screen([*proposed, *family.start()])
-    while best_few and (steps := [near for near in family.near(best_few[0]) if near.operations not in pool]):
-        best_few = screen(steps)
+    ranked = screen([*proposed, *family.start()])
+    while steps := _unseen(family, ranked, known):
+        ranked = screen(steps)
+    best_few = ranked[: effort.num_finalists]
     if len(sequential) > 1:
-        best_few = screen(folded_too(best_few))
+        best_few = screen(folded_too(best_few))[: effort.num_finalists]
     finalists = measure_in_turns(bench, [*sequential, *best_few], effort)
     baseline = min(finalists[: len(sequential)], key=lambda measured: measured.median_ms)
-    ranked = tuple(sorted(finalists, key=lambda measured: measured.median_ms))
-    best = ranked[0]
+    by_time = tuple(sorted(finalists, key=lambda measured: measured.median_ms))
+    best = by_time[0]
     # Beside what is served where no schedule is chosen.
     seconds, sequential_s = best.median_ms / 1e3, finalists[0].median_ms / 1e3
     rows = workload.batch_tokens
@@ -131,7 +137,29 @@ def tune(
         prefill_pairs=workload.prefill_pairs,
         measured=Figures(best.median_ms * 1e3 / num_layers, rows / seconds, rows / sequential_s),
     )
-    return Tuned(kept, ranked, baseline, tuple(sorted(screened.items(), key=lambda item: item[1])))
+    return Tuned(kept, by_time, baseline, tuple(sorted(screened.items(), key=lambda item: item[1])))
+
+
+def _what_runs(schedule: PipelineSchedule) -> Hashable:
+    """The same for schedules that differ in names and figures alone."""
+    return schedule.operations, schedule.decodes_first
+
+
+def _named_apart(schedule: PipelineSchedule, names: Container[str]) -> PipelineSchedule:
+    """Readings are kept by name: a candidate's may be one that another schedule has."""
+    name, number = schedule.name, 2
+    while name in names:
+        name, number = f"{schedule.name} ({number})", number + 1
+    return replace(schedule, name=name)
+
+
+def _unseen(family: Family, ranked: Sequence[PipelineSchedule], known: Container[Hashable]) -> list[PipelineSchedule]:
+    """What the family has near the fastest one of it, with folded norms where that has them."""
+    for schedule in ranked:
+        if near := family.near(schedule):
+            near = folded_too(near) if is_folded(schedule) else near
+            return [each for each in near if _what_runs(each) not in known]
+    return []
 
 
 def measure_in_turns(bench: Bench, schedules: Sequence[PipelineSchedule], effort: Effort) -> list[Measured]:

@@ -110,10 +110,32 @@ def test_json_round_trip():
     assert PipelineSchedule.from_json(plan.to_json()) == plan
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "batch_tokens": 1, "operations": [{"wrong": 1}]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "1" * 5000, '{"name": "x", "batch_tokens": 1, "operations": [{"wrong": 1}]}']
+)
 def test_files_that_are_no_schedules_are_refused(text):
     with pytest.raises(InvalidScheduleError):
         PipelineSchedule.from_json(text)
+
+
+NO_SPEED = Figures(1.0, 1100.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"measured": NO_SPEED}, "nothing runs"),
+        ({"predicted": replace(NO_SPEED, sequential_tokens_per_s_per_gpu=-1.0)}, "nothing runs"),
+        ({"decode_share": 2.0, "mean_context": 10.0, "prefill_pairs": 1.0}, "no batch that can be"),
+        ({"batch_tokens": 0, "operations": ()}, "is none"),
+        ({"operations": tuple(NanoOperation("qkv", 0, 256, lane) for lane in range(9))}, "9 lanes"),
+    ],
+)
+def test_impossible_numbers_are_refused_where_they_are_read(change, message):
+    plan = replace(sequential(OPERATORS, 256), **change)
+    for refused in (lambda: PipelineSchedule.from_json(plan.to_json()), lambda: plan.validate(OPERATORS)):
+        with pytest.raises(InvalidScheduleError, match=message):
+            refused()
 
 
 @settings(max_examples=60, deadline=None)

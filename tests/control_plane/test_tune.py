@@ -7,8 +7,9 @@ from tiny_model import save_config
 
 from autosearch.decode_beside import decode_beside
 from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.pipeline import NanoOperation, PipelineSchedule, sequential
 from autosearch.specs import ModelSpec
+from control_plane import tune_command
 from control_plane.config import EngineConfig
 from control_plane.engine import worker_config
 from control_plane.options import ConfigError
@@ -16,6 +17,7 @@ from control_plane.tune_command import Batches, check, run
 from worker.cuda_loading import load_model
 from worker.schedule_bench import ScheduleBench
 from worker.steady_batch import SteadyMix, fill_pages, steady_plan
+from worker.streams import PartitionError
 from worker.tuner import Effort
 
 QUICK = Effort(0, 0, num_finalists=2, settle_s=0, measure_s=0, num_repeats=2)
@@ -94,3 +96,28 @@ def test_a_broken_candidate_is_named(engine, tmp_path):
 def test_without_a_gpu_the_command_says_so(engine):
     with pytest.raises(ConfigError, match="no CUDA GPU"):
         check(engine)
+
+
+@pytest.mark.parametrize(
+    ("lanes", "share", "error", "message"),
+    [
+        (3, 1 / 3, PartitionError, "two can be told apart"),
+        (2, 0.02, PartitionError, "can be given"),
+        (20, 0.05, ConfigError, "lanes"),
+    ],
+)
+def test_candidates_that_cannot_run_are_refused_before_anything_is_loaded(
+    engine, tmp_path, monkeypatch, lanes, share, error, message
+):
+    monkeypatch.setattr(tune_command, "load_for", lambda *args: pytest.fail("loaded"))
+    operators = layer_operators(ModelSpec.from_folder(engine.model))
+    cuts = [256 * lane // lanes for lane in range(lanes + 1)]
+    operations = [
+        NanoOperation(operator.name, cuts[lane], cuts[lane + 1], lane, share)
+        for operator in operators
+        for lane in range(lanes)
+    ]
+    file = tmp_path / "wide.json"
+    file.write_text(PipelineSchedule("wide", 256, tuple(operations)).to_json())
+    with pytest.raises(error, match=message):
+        run(engine, Batches((256,), (0.5,), (24,), 32), tmp_path / "out", [file], QUICK)

@@ -1,6 +1,7 @@
 """Lanes keep every order that a schedule's rows, lanes and waits ask for, with no more events than they need."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -163,6 +164,21 @@ def test_nothing_overtakes_what_it_reads(share):
     waiting.validate(OPERATORS)
     order = LaneOrder(waiting, OPERATORS, SMS)
     assert order.may_overtake(5) == (share == 1.0)
+
+
+def test_a_norm_without_a_pass_is_nothing_to_overtake():
+    """What waits for an event but launches nothing leaves the event right before the helper."""
+    half = ROWS // 2
+    early = [NanoOperation(name, 0, half) for name in ("attn_norm", "qkv", "rope_append")]
+    begun = NanoOperation("decode_attention", 0, half, 1, 0.5)
+    norm, helper = NanoOperation("attn_norm", half, ROWS, 0, 0.5), replace(begun, lane=0, helps=True)
+    late = [NanoOperation(name, half, ROWS, 0, 0.5) for name in ("qkv", "rope_append", "decode_attention")]
+    late += [NanoOperation("prefill_attention", 0, ROWS, 0, 0.5)]
+    late += [NanoOperation(name, 0, ROWS) for name in ("o", "ffn_norm", "up_gate", "down")]
+    plain = PipelineSchedule("s", ROWS, (*early, begun, norm, helper, *late))
+    plain.validate(OPERATORS)
+    assert LaneOrder(plain, OPERATORS, SMS).may_overtake(5)
+    assert not LaneOrder(fold_norms(plain), OPERATORS, SMS).may_overtake(5)
 
 
 @pytest.mark.parametrize(

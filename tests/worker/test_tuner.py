@@ -8,7 +8,7 @@ import pytest
 from autosearch.catalog import find_model
 from autosearch.decode_beside import DecodeBeside, decode_beside
 from autosearch.operators import layer_operators
-from autosearch.pipeline import sequential
+from autosearch.pipeline import nanobatch_only, sequential
 from autosearch.workload import Workload
 from worker.folded_norms import fold_norms
 from worker.schedule_choice import ScheduleChoice
@@ -139,3 +139,52 @@ def test_the_family_is_valid_everywhere_and_empty_where_nothing_can_be_cut():
     assert {schedule.ranges("decode_attention")[0][1] for schedule in only_decodes} == {640, 1024}
     assert DecodeBeside(OPERATORS, 100, 60, 132).start() == []  # not a whole tile beside them
     assert DecodeBeside(OPERATORS, 2048, 0, 132).start() == []
+
+
+class ByWork:
+    """Milliseconds by what an operation does, whatever the schedule is called."""
+
+    def __init__(self, ms) -> None:
+        self._ms, self.runs = ms, []
+
+    def run(self, schedule, settle_s, seconds):
+        self.runs.append((schedule.name, schedule.operations))
+        return Reading(self._ms(schedule), 45.0)
+
+
+def test_the_climb_goes_on_where_the_fastest_one_is_not_of_the_family():
+    """From the fastest of the family: it may come to be faster than the other."""
+    family, foreign = DecodeBeside(OPERATORS, 2048, 1016, 132), replace(nanobatch_only(OPERATORS, 2048, 2), name="x")
+
+    def ms(schedule):
+        share = next((op.sm_share for op in schedule.operations if op.lane == 1), None)
+        slower = 5 * schedule.name.endswith("-folded")
+        return slower + (60.0 if share is None else 59.0 + abs(share * 132 - 96) / 8)
+
+    tuned = tune(ByWork(ms), WAYS, family, [foreign], WORK, 32)
+    assert tuned.best.name.split("-")[4] == f"{96 / 132:.3f}"
+
+
+def test_the_climb_from_folded_norms_keeps_them():
+    family = DecodeBeside(OPERATORS, 2048, 1016, 132)
+    start = fold_norms(decode_beside(OPERATORS, 2048, 1024, 64 / 132, 3, "cuda"))
+
+    def ms(schedule):
+        share = next((op.sm_share for op in schedule.operations if op.lane == 1), 0.0)
+        return 60.0 + abs(share * 132 - 96) / 8 + 10 * (not schedule.name.endswith("-folded"))
+
+    tuned = tune(ByWork(ms), WAYS, family, [start], WORK, 32)
+    assert tuned.best.name.startswith("decode-beside-2048-1024-0.727")
+    assert tuned.best.name.endswith("-folded")
+
+
+def test_candidates_with_others_names_are_measured_as_what_they_are():
+    """One called as the sequential schedule, one as a member of the family that differs: an earlier version of it."""
+    named = replace(FAMILY[0], name=SEQUENTIAL.name)
+    old = replace(nanobatch_only(OPERATORS, 2048, 3), name=FAMILY[1].name)
+    dealt = replace(FAMILY[1], name="dealt", decodes_first=False)
+    bench = ByWork(lambda schedule: 70.0 + schedule.operations.__hash__() % 7)
+    tuned = tune(bench, WAYS, NOTHING, [named, old, FAMILY[1], dealt, replace(SEQUENTIAL, name="copy")], WORK, 32)
+    assert all(len({work for each, work in bench.runs if each == name}) == 1 for name, _ in bench.runs)
+    names = {f"{SEQUENTIAL.name} (2)", FAMILY[1].name, f"{FAMILY[1].name} (2)", "dealt"}
+    assert {name for name, _ in tuned.screened if not name.endswith("-folded")} == names  # the copy is not one
