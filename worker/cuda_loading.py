@@ -126,6 +126,7 @@ class _Loader:
 
     def load(self) -> LoadedModel:
         config, spec, device = self._config, self._spec, self._device
+        self._tell_foreign()
         source = (
             DeviceDummySource(device, config.seed)
             if config.load_format == "dummy"
@@ -193,6 +194,14 @@ class _Loader:
     def _served(self) -> list[PipelineSchedule]:
         """Of the schedules, those to have graphs of."""
         return [schedule for schedule in self._schedules if may_be_chosen(schedule)]
+
+    def _tell_foreign(self) -> None:
+        """A schedule is faster than the sequential one where it was measured: elsewhere that is only a guess."""
+        here = self._rules.device
+        for schedule in self._served:
+            if schedule.measured is not None and schedule.gpu != here:
+                where = schedule.gpu or "an unknown GPU"
+                log.warning("%s was measured on %s, not on %s: `nanoflow tune` measures it", schedule.name, where, here)
 
     def _warm_up(self, keys: Sequence[GraphKey], progress: Progress) -> None:
         """Compile and choose all kernels, the largest batch first, on one page of cache."""

@@ -7,7 +7,7 @@ step. Knows nothing of candidates or of what is kept.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 import numpy as np
 import torch
@@ -43,7 +43,7 @@ class ScheduleBench:
         """joules: the card's energy counter."""
         self._model, self.plan, self._joules = model, plan, joules
         self._cuda = model.view.block.is_cuda
-        self._ready: dict[str, tuple[GraphKey, SteadyBatch]] = {}
+        self._ready: dict[tuple[str, Hashable], tuple[GraphKey, SteadyBatch]] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
 
     def run(self, schedule: PipelineSchedule, settle_s: float, seconds: float) -> Reading:
@@ -63,8 +63,9 @@ class ScheduleBench:
             return self._model.sampled[: batch.num_samples].tolist()
 
     def _prepare(self, schedule: PipelineSchedule) -> tuple[GraphKey, SteadyBatch]:
-        if schedule.name in self._ready:
-            return self._ready[schedule.name]
+        same = schedule.name, schedule.operations
+        if same in self._ready:
+            return self._ready[same]
         model, rows = self._model, self.plan.num_tokens
         assert schedule.batch_tokens == rows, "a schedule of another batch size"
         key = model.sequential_key(rows, True)
@@ -78,7 +79,7 @@ class ScheduleBench:
             if self._cuda:
                 torch.cuda.synchronize()
                 model.capture(key, self._pool)
-        self._ready[schedule.name] = key, batch
+        self._ready[same] = key, batch
         return key, batch
 
     def watch(self, schedule: PipelineSchedule, settle_s: float) -> Watched:

@@ -328,6 +328,21 @@ def test_only_batches_that_were_measured_run_by_a_measured_schedule(random_model
     assert none == 0
 
 
+def test_schedules_that_were_measured_elsewhere_are_named(random_model, caplog):
+    folder = random_model("llama", **SHAPE, max_position_embeddings=512)
+    plan = {
+        "decode_share": 0.08,
+        "mean_context": 100.0,
+        "prefill_pairs": 1e4,
+        "measured": Figures(100.0, 1040.0, 1000.0),
+    }
+    schedule = replace(schedules(folder)["overlapped at 12"], **plan)
+    CudaExecutor(config_for(folder, "cpu", [replace(schedule, gpu="cpu")])).close()
+    assert not caplog.records
+    CudaExecutor(config_for(folder, "cpu", [replace(schedule, name="mine", gpu="another GPU")])).close()
+    assert "mine was measured on another GPU, not on cpu" in caplog.text
+
+
 def test_built_in_nano_batches_run_too(random_model):
     folder = random_model("llama", **SHAPE, max_position_embeddings=512)
     expected, none = run(config_for(folder, "cpu"))
