@@ -7,7 +7,7 @@ paths. Knows nothing of how a schedule was found or of how it is run.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -61,6 +61,11 @@ class PipelineSchedule:
             return None
         decode_rows = self.decode_share * self.batch_tokens
         return Workload(self.batch_tokens, decode_rows, decode_rows * self.mean_context, self.prefill_pairs)
+
+    @property
+    def what_runs(self) -> Hashable:
+        """Equal where two schedules differ in names and figures alone."""
+        return self.batch_tokens, self.operations, self.decodes_first
 
     def ranges(self, operator: str) -> tuple[tuple[int, int], ...]:
         """Row ranges of an operator, ascending."""

@@ -102,7 +102,7 @@ class CudaModel:
         for schedule in schedules:
             check_schedule(schedule, operators, self._why_not_folded)
             known = self._schedules.get(schedule.name, schedule)
-            if (known.operations, known.decodes_first) != (schedule.operations, schedule.decodes_first):
+            if known.what_runs != schedule.what_runs:
                 raise InvalidScheduleError(f"two schedules are named {schedule.name!r}: give one of them another name")
             order = LaneOrder(schedule, operators, self.num_sms)
             if self._device.type == "cuda" and order.partitions:

@@ -63,7 +63,7 @@ class ScheduleBench:
             return self._model.sampled[: batch.num_samples].tolist()
 
     def _prepare(self, schedule: PipelineSchedule) -> tuple[GraphKey, SteadyBatch]:
-        same = schedule.name, schedule.operations
+        same = schedule.name, schedule.what_runs
         if same in self._ready:
             return self._ready[same]
         model, rows = self._model, self.plan.num_tokens

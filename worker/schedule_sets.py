@@ -191,7 +191,9 @@ class ScheduleSets:
 
     def _named(self, schedule: PipelineSchedule, number: int, new: Mapping[str, PipelineSchedule]) -> PipelineSchedule:
         """Under the name of one that is held, or will be, and runs the same way; or under one that no other has."""
-        same = next((name for name, each in {**self._held, **new}.items() if _same(each, schedule)), None)
+        same = next(
+            (name for name, each in {**self._held, **new}.items() if each.what_runs == schedule.what_runs), None
+        )
         if same is None and schedule.name in self._held:
             same = f"{schedule.name}#{number}"
         return schedule if same is None else replace(schedule, name=same)
@@ -225,12 +227,3 @@ class ScheduleSets:
         for name in [name for name in self._held if name not in needed]:
             self._runner.release(name)
             del self._held[name]
-
-
-def _same(one: PipelineSchedule, other: PipelineSchedule) -> bool:
-    """Whether iterations by them run the same way."""
-    return (one.batch_tokens, one.decodes_first, one.operations) == (
-        other.batch_tokens,
-        other.decodes_first,
-        other.operations,
-    )

@@ -99,7 +99,7 @@ def tune(
     sequential: with folded norms and without; first the one that is served where no schedule is chosen.
     """
     bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
-    known = {_what_runs(schedule) for schedule in sequential}  # each once, whatever it is called
+    known = {schedule.what_runs for schedule in sequential}  # each once, whatever it is called
     names = {schedule.name for schedule in sequential}
     pool: list[PipelineSchedule] = []
     screened: dict[str, float] = {}
@@ -107,9 +107,9 @@ def tune(
     def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
         """All so far, the fastest first."""
         for schedule in schedules:
-            if _what_runs(schedule) in known:
+            if schedule.what_runs in known:
                 continue
-            known.add(_what_runs(schedule))
+            known.add(schedule.what_runs)
             schedule = _named_apart(schedule, names)
             names.add(schedule.name)
             screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
@@ -140,11 +140,6 @@ def tune(
     return Tuned(kept, by_time, baseline, tuple(sorted(screened.items(), key=lambda item: item[1])))
 
 
-def _what_runs(schedule: PipelineSchedule) -> Hashable:
-    """The same for schedules that differ in names and figures alone."""
-    return schedule.operations, schedule.decodes_first
-
-
 def _named_apart(schedule: PipelineSchedule, names: Container[str]) -> PipelineSchedule:
     """Readings are kept by name: a candidate's may be one that another schedule has."""
     name, number = schedule.name, 2
@@ -158,7 +153,7 @@ def _unseen(family: Family, ranked: Sequence[PipelineSchedule], known: Container
     for schedule in ranked:
         if near := family.near(schedule):
             near = folded_too(near) if is_folded(schedule) else near
-            return [each for each in near if _what_runs(each) not in known]
+            return [each for each in near if each.what_runs not in known]
     return []
 
 

@@ -28,10 +28,11 @@ from worker.device_batch import MAX_RANGES
 from worker.folded_norms import fold_norms
 from worker.schedule_choice import ScheduleChoice
 from worker.steady_batch import SteadyMix
+from worker.streams import GROUP_SMS
 from worker.tuner import Bench, Effort, Measured, Reading, measure_in_turns
 
 _EFFORT, _SWEEP_EFFORT = Effort(), Effort(settle_s=0.3, measure_s=0.7, num_repeats=2)
-_PARTITION_SMS, _LEFT_SMS = 8, 40  # the smallest part of the SMs, and what is left to the other lane at least
+_LEFT_SMS = 40  # what is left to the other lane at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ class SteadyOptions:
 
     def check(self, num_sms: int) -> None:
         """Raises ConfigError for what no device can do."""
-        most = num_sms - 2 * _PARTITION_SMS
-        if any(not _can_be_made(sms, num_sms) or not _PARTITION_SMS <= sms <= most for sms in self.attention_sms):
+        most = num_sms - 2 * GROUP_SMS
+        if any(not _can_be_made(sms, num_sms) or not GROUP_SMS <= sms <= most for sms in self.attention_sms):
             raise ConfigError(
-                f"attention-sms={self.attention_sms}: multiples of {_PARTITION_SMS} up to {most} can be made, for "
+                f"attention-sms={self.attention_sms}: multiples of {GROUP_SMS} up to {most} can be made, for "
                 f"attention or for the rest of {num_sms}"
             )
         if not self.nano_batches or any(not 2 <= count <= MAX_RANGES for count in self.nano_batches):
@@ -179,7 +180,7 @@ class Ablation:
 
     def _shares(self, base: PipelineSchedule) -> dict[str, PipelineSchedule]:
         """By the SMs of the overlapping lane."""
-        possible = range(4 * _PARTITION_SMS, self.num_sms - _LEFT_SMS + 1, _PARTITION_SMS)
+        possible = range(4 * GROUP_SMS, self.num_sms - _LEFT_SMS + 1, GROUP_SMS)
         sms = self.options.attention_sms or tuple(possible)
         return {str(each): at_share(base, each / self.num_sms) for each in sms}
 
@@ -197,7 +198,7 @@ class Ablation:
 
 
 def _can_be_made(sms: int, num_sms: int) -> bool:
-    return sms % _PARTITION_SMS == 0 or (num_sms - sms) % _PARTITION_SMS == 0
+    return sms % GROUP_SMS == 0 or (num_sms - sms) % GROUP_SMS == 0
 
 
 def words(mix: SteadyMix) -> str:

@@ -23,7 +23,7 @@ from control_plane.bench.ablation_engine import (
     tuned_schedules,
 )
 from control_plane.bench.ablation_steady import MeteredBench, words
-from control_plane.bench.drift_plan import Part, fixed_plans, forced, what_runs
+from control_plane.bench.drift_plan import Part, fixed_plans, forced
 from control_plane.bench.drift_served import CHOICE, DriftTrace, part_result
 from control_plane.bench.drift_table import LIMIT, PartResult, summary, table
 from control_plane.bench.gpu_meter import GpuMeter, gemm_rate
@@ -118,7 +118,7 @@ def _steady_part(
     fixed = tuple(bench.row("fixed", measured) for measured in bench.in_turns(plans, effort, say))
     choice = ScheduleChoice(tuned).choose(mix.rows, mix.num_decodes, mix.num_decodes * mix.mean_context)
     chosen = next((schedule for schedule in tuned if schedule.name == choice.name), plans[0])
-    index = [what_runs(plan) for plan in plans].index(what_runs(chosen))
+    index = [plan.what_runs for plan in plans].index(chosen.what_runs)
     return PartResult(
         part.name,
         words(mix),

@@ -91,13 +91,8 @@ def fixed_plans(sequential: PipelineSchedule, schedules: Sequence[PipelineSchedu
         )
     found: dict[object, PipelineSchedule] = {}
     for schedule in (sequential, *own):
-        found.setdefault(what_runs(schedule), schedule)
+        found.setdefault(schedule.what_runs, schedule)
     return list(found.values())
-
-
-def what_runs(schedule: PipelineSchedule) -> tuple[object, ...]:
-    """Equal where two schedules are one under two names."""
-    return schedule.operations, schedule.decodes_first
 
 
 def forced(schedule: PipelineSchedule) -> PipelineSchedule:
