@@ -17,7 +17,7 @@ demo: $(MODEL)/config.json
 	@$(BIN)/python -m control_plane.demo $(MODEL)
 
 test: lint stubs $(MODEL)/config.json
-	$(BIN)/pytest
+	$(BIN)/pytest --hypothesis-profile=gate
 
 setup: $(VENV)/.installed
 

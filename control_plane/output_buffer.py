@@ -50,9 +50,7 @@ class OutputBuffer:
         self._token_ids.append(token_id)
         self._texts.append(text)
         if len(self._token_ids) > 2 * self._limit:
-            drop = min(len(self._token_ids) - self._limit, self.position - self.first_kept)
-            del self._token_ids[:drop], self._texts[:drop]
-            self.first_kept += drop
+            self._drop(min(len(self._token_ids) - self._limit, self.position - self.first_kept))
 
     def seek(self, position: int) -> bool:
         """Make take() go on with token `position`; False, and nothing changed, when it is not kept or not yet made."""
@@ -65,4 +63,11 @@ class OutputBuffer:
         """Everything from the position on."""
         start = self.position - self.first_kept
         self.position = self._num_taken = self.num_tokens
-        return Delta(tuple(self._token_ids[start:]), "".join(self._texts[start:]), self.num_tokens)
+        delta = Delta(tuple(self._token_ids[start:]), "".join(self._texts[start:]), self.num_tokens)
+        # After a seek there may be more; from here on as many as the limit come before the next take.
+        self._drop(max(len(self._token_ids) - 2 * self._limit, 0))
+        return delta
+
+    def _drop(self, num_tokens: int) -> None:
+        del self._token_ids[:num_tokens], self._texts[:num_tokens]
+        self.first_kept += num_tokens

@@ -54,4 +54,14 @@ class Buffer(RuleBasedStateMachine):
         assert len(self.tokens) - self.buffer.first_kept <= 3 * LIMIT
 
 
+def test_a_reader_that_comes_back_to_the_beginning_again_and_again_fills_no_memory():
+    buffer = OutputBuffer(LIMIT)
+    for token in range(20 * LIMIT):
+        buffer.append(token, "x")
+        if token % LIMIT == LIMIT - 1:
+            buffer.take()
+            assert buffer.seek(buffer.first_kept)
+        assert buffer.num_tokens - buffer.first_kept <= 3 * LIMIT
+
+
 TestBuffer = Buffer.TestCase
