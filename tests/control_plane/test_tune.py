@@ -1,6 +1,7 @@
 """`nanoflow tune` on a small model, step by step on the CPU: what is measured, written and served from it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny_model import save_config
@@ -93,9 +94,11 @@ def test_a_broken_candidate_is_named(engine, tmp_path):
         run(engine, Batches((256,), (0.5,), (24,), 8), tmp_path / "out", [tmp_path / "broken.json"], QUICK)
 
 
-def test_without_a_gpu_the_command_says_so(engine):
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_without_a_gpu_the_command_says_so(engine, monkeypatch, device):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA GPU"):
-        check(engine)
+        check(replace(engine, device=device))
 
 
 @pytest.mark.parametrize(
