@@ -145,8 +145,8 @@ def _measure(
 
 def _rates(figures: dict[str, Any]) -> str:
     """In words; a run of few iterations has no steady middle."""
-    steady = figures["steady_tokens_per_s"]
-    return f"{figures['tokens_per_s']:.0f} tokens/s" + ("" if steady is None else f", {steady:.0f} in the steady middle")
+    whole, steady = f"{figures['tokens_per_s']:.0f} tokens/s", figures["steady_tokens_per_s"]
+    return whole if steady is None else f"{whole}, {steady:.0f} in the steady middle"
 
 
 def play(
