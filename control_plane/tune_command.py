@@ -161,7 +161,7 @@ def _show(tuned: Tuned) -> None:
 
 def check(engine: EngineConfig) -> None:
     """Raises ConfigError where there is nothing to measure."""
-    if device_of(engine) != "cuda":
+    if device_of(engine) != "cuda" or not torch.cuda.is_available():
         raise ConfigError(
             "there is no CUDA GPU here, and schedules are measured for a GPU: `nanoflow doctor` says more"
         )

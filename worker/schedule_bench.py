@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from autosearch.operators import layer_operators
-from autosearch.pipeline import PipelineSchedule, sequential
+from autosearch.pipeline import InvalidScheduleError, PipelineSchedule, sequential
 from scheduler.plan import IterationPlan
 from worker.cuda_model import CudaModel, GraphKey
 from worker.device_batch import row_of_tokens
@@ -22,6 +22,7 @@ from worker.folded_norms import fold_norms
 from worker.layer_watch import Watched, watch
 from worker.power_meter import watts_between
 from worker.steady_batch import SteadyBatch, pack_steady
+from worker.streams import PartitionError
 from worker.tuner import Reading
 
 # Iterations that are queued at once, the next ones while they run: to start with, and where they are short.
@@ -47,7 +48,7 @@ class ScheduleBench:
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
 
     def run(self, schedule: PipelineSchedule, settle_s: float, seconds: float) -> Reading:
-        """As tuner.Bench says. Raises InvalidScheduleError or PartitionError for what cannot run here."""
+        """As tuner.Bench says."""
         key, batch = self._prepare(schedule)
         with torch.inference_mode():
             batch.put_on(self._model)
@@ -70,7 +71,7 @@ class ScheduleBench:
         assert schedule.batch_tokens == rows, "a schedule of another batch size"
         key = model.sequential_key(rows, True)
         if schedule.operations != model.schedule(key).operations:
-            model.use_schedules([schedule])
+            self._use(schedule)
             key = GraphKey(rows, True, schedule.name)
         batch = pack_steady(model, self.plan, model.cuts(key))
         with torch.inference_mode():
@@ -81,6 +82,12 @@ class ScheduleBench:
                 model.capture(key, self._pool)
         self._ready[same] = key, batch
         return key, batch
+
+    def _use(self, schedule: PipelineSchedule) -> None:
+        try:
+            self._model.use_schedules([schedule])
+        except PartitionError as error:
+            raise InvalidScheduleError(str(error)) from None
 
     def watch(self, schedule: PipelineSchedule, settle_s: float) -> Watched:
         """When the operations of a layer run."""

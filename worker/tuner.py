@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autosearch.pipeline import Figures, PipelineSchedule
+from autosearch.pipeline import Figures, InvalidScheduleError, PipelineSchedule
 from autosearch.workload import Workload
 from worker.folded_norms import folded_too, is_folded
 
@@ -40,7 +40,10 @@ class Bench(Protocol):
     """Runs whole iterations of one batch by a schedule."""
 
     def run(self, schedule: PipelineSchedule, settle_s: float, seconds: float) -> Reading:
-        """Over and over: settle_s unmeasured, then at least `seconds` measured."""
+        """Over and over: settle_s unmeasured, then at least `seconds` measured.
+
+        Raises InvalidScheduleError for what cannot run here.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +99,15 @@ def tune(
 ) -> Tuned:
     """Measure for one batch: the family, and what others proposed. What comes back is planned for that batch.
 
-    sequential: with folded norms and without; first the one that is served where no schedule is chosen.
+    sequential: with folded norms and without; first the one that is served where no schedule is chosen. A schedule that
+    cannot run here is left out; raises InvalidScheduleError where none can.
     """
     bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
     known = {schedule.what_runs for schedule in sequential}  # each once, whatever it is called
     names = {schedule.name for schedule in sequential}
     pool: list[PipelineSchedule] = []
     screened: dict[str, float] = {}
+    refused: list[InvalidScheduleError] = []
 
     def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
         """All so far, the fastest first."""
@@ -112,12 +117,19 @@ def tune(
             known.add(schedule.what_runs)
             schedule = _named_apart(schedule, names)
             names.add(schedule.name)
-            screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
+            try:
+                screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
+            except InvalidScheduleError as error:
+                refused.append(error)
+                say(f"{schedule.name} is left out: {error}")
+                continue
             say(f"{schedule.name}: {screened[schedule.name]:.2f} ms")
             pool.append(schedule)
         return sorted(pool, key=lambda schedule: screened[schedule.name])
 
     ranked = screen([*proposed, *family.start()])
+    if refused and not ranked:
+        raise refused[0]
     while steps := _unseen(family, ranked, known):
         ranked = screen(steps)
     best_few = ranked[: effort.num_finalists]

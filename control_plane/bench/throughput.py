@@ -138,10 +138,15 @@ def _measure(
         bound = memory_bound_step_s(spec, concurrent, context, gpu.dtype.itemsize)
         figures["memory_bound_step_ms"] = round(bound * 1e3, 4)
     if snapshots:
-        rate_now = f"{figures['tokens_per_s']:.0f} tokens/s, {figures['steady_tokens_per_s']:.0f} in the steady middle"
-        print(f"the run: {rate_now}; now each operator by itself", file=sys.stderr, flush=True)
+        print(f"the run: {_rates(figures)}; now each operator by itself", file=sys.stderr, flush=True)
         figures |= waterfall(snapshots, record, figures, rate, output_tokens)
     return figures
+
+
+def _rates(figures: dict[str, Any]) -> str:
+    """In words; a run of few iterations has no steady middle."""
+    whole, steady = f"{figures['tokens_per_s']:.0f} tokens/s", figures["steady_tokens_per_s"]
+    return whole if steady is None else f"{whole}, {steady:.0f} in the steady middle"
 
 
 def play(

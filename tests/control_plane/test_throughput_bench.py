@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +16,11 @@ import torch
 from control_plane.bench.throughput import Mode, Synchronous, run
 from control_plane.bench.workload import Workload
 from control_plane.config import EngineConfig
+from control_plane.engine import single_rank_config
 from control_plane.main import user_errors
 from control_plane.options import ConfigError
 from scheduler.plan import KVMoveResult, StepResult
+from worker.cuda_executor import CudaExecutor
 from worker.power_meter import MeterError
 
 CONFIG = {
@@ -108,6 +113,25 @@ def test_what_reads_the_gpus_power_is_missed_before_anything_is_loaded(engine, m
 def test_a_breakdown_is_for_gpus(engine):
     with pytest.raises(ConfigError, match="breakdown"):
         run(engine, Workload(num_prompts=1, input_len=4, output_len=4), Mode(breakdown=True))
+
+
+def test_a_run_too_short_for_a_steady_middle_has_a_breakdown_too(engine, monkeypatch, capsys):
+    """On the executor of a GPU, which runs the reference kernels here; only what reads the card is made up."""
+    meter = SimpleNamespace(start=lambda: None, stop=lambda num_tokens: {})
+    card = SimpleNamespace(driver=lambda: "none")
+    fakes = {"open_engine": lambda engine, progress: CudaExecutor(single_rank_config(engine))}
+    fakes |= {"gemm_rate": lambda *args: 1e12, "GpuMeter": lambda: meter, "NvmlCard": lambda: card}
+    fakes["waterfall"] = lambda snapshots, *args: {"kept": snapshots.latest is not None}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(f"control_plane.bench.throughput.{name}", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    cpu = replace(engine, device="cpu")
+    result = run(cpu, Workload(num_prompts=1, input_len=4, output_len=1), Mode(breakdown=True))
+    assert result["kept"]
+    assert result["steady_tokens_per_s"] is None
+    assert re.search(r"the run: \d+ tokens/s; now each operator", capsys.readouterr().err)
+    result = run(cpu, Workload(num_prompts=4, input_len=4, output_len=60), Mode(breakdown=True))
+    assert f"{result['steady_tokens_per_s']:.0f} in the steady middle; now" in capsys.readouterr().err
 
 
 def test_a_step_that_was_waited_for_tells_its_moves_again():

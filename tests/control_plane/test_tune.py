@@ -1,6 +1,7 @@
 """`nanoflow tune` on a small model, step by step on the CPU: what is measured, written and served from it."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tiny_model import save_config
@@ -15,9 +16,10 @@ from control_plane.engine import worker_config
 from control_plane.options import ConfigError
 from control_plane.tune_command import Batches, check, run
 from worker.cuda_loading import load_model
+from worker.cuda_model import CudaModel
 from worker.schedule_bench import ScheduleBench
 from worker.steady_batch import SteadyMix, fill_pages, steady_plan
-from worker.streams import PartitionError
+from worker.streams import LaneOrder, PartitionError, Place
 from worker.tuner import Effort
 
 QUICK = Effort(0, 0, num_finalists=2, settle_s=0, measure_s=0, num_repeats=2)
@@ -49,6 +51,22 @@ def test_the_fastest_of_each_batch_is_written_with_its_figures(engine, tmp_path,
         assert schedule.gpu == "cpu"
         assert set(batch["finalists"]) <= {"sequential-256", "sequential-256-folded", *batch["screened"]}
         assert "mine" in batch["screened"]
+
+
+def test_parts_of_the_device_that_its_driver_does_not_make_are_left_out(engine, tmp_path, monkeypatch, capsys):
+    use = CudaModel.use_schedules
+
+    def without_48_sms(model, schedules):
+        if any(Place(1, 48) in LaneOrder(each, layer_operators(model.spec), 132).partitions for each in schedules):
+            raise PartitionError("the driver gives 56 of 132 SMs")
+        use(model, schedules)
+
+    monkeypatch.setattr(CudaModel, "use_schedules", without_48_sms)
+    result = run(engine, Batches((256,), (0.45,), (24,), 32), tmp_path / "out", effort=QUICK)
+    screened = result["batches"][0]["screened"]
+    assert len(screened) > 3
+    assert not [name for name in screened if "-0.364-" in name]
+    assert "-0.364-3-cuda is left out: the driver gives 56 of 132 SMs" in capsys.readouterr().err
 
 
 def test_all_candidates_sample_the_same_tokens(engine):
@@ -93,9 +111,11 @@ def test_a_broken_candidate_is_named(engine, tmp_path):
         run(engine, Batches((256,), (0.5,), (24,), 8), tmp_path / "out", [tmp_path / "broken.json"], QUICK)
 
 
-def test_without_a_gpu_the_command_says_so(engine):
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda"])
+def test_without_a_gpu_the_command_says_so(engine, monkeypatch, device):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match="no CUDA GPU"):
-        check(engine)
+        check(replace(engine, device=device))
 
 
 @pytest.mark.parametrize(

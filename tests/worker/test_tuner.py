@@ -8,7 +8,7 @@ import pytest
 from autosearch.catalog import find_model
 from autosearch.decode_beside import DecodeBeside, decode_beside
 from autosearch.operators import layer_operators
-from autosearch.pipeline import nanobatch_only, sequential
+from autosearch.pipeline import InvalidScheduleError, nanobatch_only, sequential
 from autosearch.workload import Workload
 from worker.folded_norms import fold_norms
 from worker.schedule_choice import ScheduleChoice
@@ -83,6 +83,22 @@ def test_what_is_folded_already_is_measured_once():
     tuned = tune(bench, WAYS, NOTHING, [fold_norms(schedule) for schedule in FAMILY], WORK, 32)
     assert tuned.best.name == f"{FAMILY[2].name}-folded"
     assert sorted(name for name, _ in tuned.screened) == sorted(f"{schedule.name}-folded" for schedule in FAMILY)
+
+
+def test_what_cannot_run_here_is_left_out_unless_nothing_can():
+    class Picky(FakeBench):
+        def run(self, schedule, settle_s, seconds):
+            if schedule.name in cannot:
+                raise InvalidScheduleError("no such part of the SMs")
+            return super().run(schedule, settle_s, seconds)
+
+    cannot, said = {FAMILY[2].name}, []
+    tuned = tune(Picky(times(67.0)), WAYS, NOTHING, FAMILY, WORK, 32, say=said.append)
+    assert tuned.best.name in {FAMILY[1].name, FAMILY[3].name}
+    assert f"{FAMILY[2].name} is left out: no such part of the SMs" in said
+    cannot = {schedule.name for schedule in FAMILY}
+    with pytest.raises(InvalidScheduleError, match="no such part"):
+        tune(Picky(times(67.0)), WAYS, NOTHING, FAMILY, WORK, 32)
 
 
 def test_a_card_that_slows_down_on_the_way_harms_all_alike():
