@@ -116,6 +116,13 @@ class PipelineSchedule:
         for figures in (self.predicted, self.measured):
             if figures and min(figures.tokens_per_s_per_gpu, figures.sequential_tokens_per_s_per_gpu) <= 0:
                 raise InvalidScheduleError(f"{self.name}: its figures say that nothing runs: {figures}")
+        batch = {name: getattr(self, name) for name in ("decode_share", "mean_context", "prefill_pairs")}
+        missing = [name for name, value in batch.items() if value is None]
+        if 0 < len(missing) < len(batch):
+            raise InvalidScheduleError(
+                f"{self.name}: it lacks {' and '.join(missing)} of the batch that it was planned for: give all of "
+                f"{', '.join(batch)}, or none where it is for any batch"
+            )
         try:
             _ = self.planned_for
         except WorkloadError as error:

@@ -179,3 +179,10 @@ def test_a_schedule_of_the_other_collectives_is_refused_with_a_remedy():
     with pytest.raises(InvalidScheduleError, match="--collectives all_gather"):
         plan.validate(layer_operators(spec, 8))
     plan.validate(layer_operators(spec, 8, Collectives.ALL_GATHER))
+
+
+def test_half_a_description_of_a_batch_is_refused() -> None:
+    whole = replace(sequential(OPERATORS, 256), decode_share=0.5, mean_context=512.0, prefill_pairs=1000.0)
+    whole.validate(OPERATORS)
+    with pytest.raises(InvalidScheduleError, match="lacks mean_context and prefill_pairs of the batch"):
+        replace(whole, mean_context=None, prefill_pairs=None).validate(OPERATORS)
