@@ -9,7 +9,7 @@ sequential schedule, with folded norms or without, is not kept. Knows nothing of
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -103,53 +103,75 @@ def tune(
     cannot run here is left out; raises InvalidScheduleError where none can.
     """
     bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
-    known = {schedule.what_runs for schedule in sequential}  # each once, whatever it is called
-    names = {schedule.name for schedule in sequential}
-    pool: list[PipelineSchedule] = []
-    screened: dict[str, float] = {}
-    refused: list[InvalidScheduleError] = []
-
-    def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
-        """All so far, the fastest first."""
-        for schedule in schedules:
-            if schedule.what_runs in known:
-                continue
-            known.add(schedule.what_runs)
-            schedule = _named_apart(schedule, names)
-            names.add(schedule.name)
-            try:
-                screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
-            except InvalidScheduleError as error:
-                refused.append(error)
-                say(f"{schedule.name} is left out: {error}")
-                continue
-            say(f"{schedule.name}: {screened[schedule.name]:.2f} ms")
-            pool.append(schedule)
-        return sorted(pool, key=lambda schedule: screened[schedule.name])
-
-    ranked = screen([*proposed, *family.start()])
-    if refused and not ranked:
-        raise refused[0]
-    while steps := _unseen(family, ranked, known):
-        ranked = screen(steps)
+    screening = _Screening(bench, sequential, effort, say)
+    ranked = screening.rank([*proposed, *family.start()])
+    while steps := screening.unseen_near(family, ranked):
+        ranked = screening.rank(steps)
     best_few = ranked[: effort.num_finalists]
     if len(sequential) > 1:
-        best_few = screen(folded_too(best_few))[: effort.num_finalists]
+        best_few = screening.rank(folded_too(best_few))[: effort.num_finalists]
     finalists = measure_in_turns(bench, [*sequential, *best_few], effort)
     baseline = min(finalists[: len(sequential)], key=lambda measured: measured.median_ms)
     by_time = tuple(sorted(finalists, key=lambda measured: measured.median_ms))
-    best = by_time[0]
-    # Beside what is served where no schedule is chosen.
-    seconds, sequential_s = best.median_ms / 1e3, finalists[0].median_ms / 1e3
-    rows = workload.batch_tokens
-    kept = replace(
+    # Its figures stand beside those of what is served where no schedule is chosen.
+    best = _with_figures(by_time[0], finalists[0], workload, num_layers)
+    return Tuned(best, by_time, baseline, tuple(sorted(screening.ms.items(), key=lambda item: item[1])))
+
+
+class _Screening:
+    """A first, short measurement of each candidate: once, whatever it is called."""
+
+    def __init__(
+        self, bench: Bench, sequential: Sequence[PipelineSchedule], effort: Effort, say: Callable[[str], None]
+    ) -> None:
+        """sequential: measured elsewhere."""
+        self._bench, self._effort, self._say = bench, effort, say
+        self._known = {schedule.what_runs for schedule in sequential}
+        self._names = {schedule.name for schedule in sequential}
+        self._pool: list[PipelineSchedule] = []
+        self.ms: dict[str, float] = {}  # by name
+
+    def rank(self, schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
+        """Those and all before them, the fastest first. Raises InvalidScheduleError where none of all can run."""
+        refused: list[InvalidScheduleError] = []
+        for schedule in schedules:
+            if schedule.what_runs in self._known:
+                continue
+            self._known.add(schedule.what_runs)
+            schedule = _named_apart(schedule, self._names)
+            self._names.add(schedule.name)
+            try:
+                ms = self._bench.run(schedule, self._effort.screen_settle_s, self._effort.screen_s).ms
+            except InvalidScheduleError as error:
+                refused.append(error)
+                self._say(f"{schedule.name} is left out: {error}")
+                continue
+            self._say(f"{schedule.name}: {ms:.2f} ms")
+            self.ms[schedule.name] = ms
+            self._pool.append(schedule)
+        if refused and not self._pool:
+            raise refused[0]
+        return sorted(self._pool, key=lambda schedule: self.ms[schedule.name])
+
+    def unseen_near(self, family: Family, ranked: Sequence[PipelineSchedule]) -> list[PipelineSchedule]:
+        """What the family has near the fastest one of it, with folded norms where that has them."""
+        for schedule in ranked:
+            if near := family.near(schedule):
+                near = folded_too(near) if is_folded(schedule) else near
+                return [each for each in near if each.what_runs not in self._known]
+        return []
+
+
+def _with_figures(best: Measured, served: Measured, workload: Workload, num_layers: int) -> PipelineSchedule:
+    """The best one as it is kept: planned for the workload, with its figures beside those of what is served."""
+    rows, ms = workload.batch_tokens, best.median_ms
+    return replace(
         best.schedule,
         decode_share=workload.decode_rows / rows,
         mean_context=workload.decode_context_tokens / max(1.0, workload.decode_rows),
         prefill_pairs=workload.prefill_pairs,
-        measured=Figures(best.median_ms * 1e3 / num_layers, rows / seconds, rows / sequential_s),
+        measured=Figures(ms * 1e3 / num_layers, rows / ms * 1e3, rows / served.median_ms * 1e3),
     )
-    return Tuned(kept, by_time, baseline, tuple(sorted(screened.items(), key=lambda item: item[1])))
 
 
 def _named_apart(schedule: PipelineSchedule, names: Container[str]) -> PipelineSchedule:
@@ -158,15 +180,6 @@ def _named_apart(schedule: PipelineSchedule, names: Container[str]) -> PipelineS
     while name in names:
         name, number = f"{schedule.name} ({number})", number + 1
     return replace(schedule, name=name)
-
-
-def _unseen(family: Family, ranked: Sequence[PipelineSchedule], known: Container[Hashable]) -> list[PipelineSchedule]:
-    """What the family has near the fastest one of it, with folded norms where that has them."""
-    for schedule in ranked:
-        if near := family.near(schedule):
-            near = folded_too(near) if is_folded(schedule) else near
-            return [each for each in near if each.what_runs not in known]
-    return []
 
 
 def measure_in_turns(bench: Bench, schedules: Sequence[PipelineSchedule], effort: Effort) -> list[Measured]:
