@@ -99,45 +99,58 @@ def tune(
     sequential: with folded norms and without; first the one that is served where no schedule is chosen.
     """
     bench.run(sequential[0], effort.settle_s, effort.screen_s)  # the card is as warm for the first as for the last
-    known = {schedule.what_runs for schedule in sequential}  # each once, whatever it is called
-    names = {schedule.name for schedule in sequential}
-    pool: list[PipelineSchedule] = []
-    screened: dict[str, float] = {}
-
-    def screen(schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
-        """All so far, the fastest first."""
-        for schedule in schedules:
-            if schedule.what_runs in known:
-                continue
-            known.add(schedule.what_runs)
-            schedule = _named_apart(schedule, names)
-            names.add(schedule.name)
-            screened[schedule.name] = bench.run(schedule, effort.screen_settle_s, effort.screen_s).ms
-            say(f"{schedule.name}: {screened[schedule.name]:.2f} ms")
-            pool.append(schedule)
-        return sorted(pool, key=lambda schedule: screened[schedule.name])
-
-    ranked = screen([*proposed, *family.start()])
-    while steps := _unseen(family, ranked, known):
-        ranked = screen(steps)
+    screening = _Screening(bench, sequential, effort, say)
+    ranked = screening.add([*proposed, *family.start()])
+    while steps := _unseen(family, ranked, screening.known):
+        ranked = screening.add(steps)
     best_few = ranked[: effort.num_finalists]
     if len(sequential) > 1:
-        best_few = screen(folded_too(best_few))[: effort.num_finalists]
+        best_few = screening.add(folded_too(best_few))[: effort.num_finalists]
     finalists = measure_in_turns(bench, [*sequential, *best_few], effort)
     baseline = min(finalists[: len(sequential)], key=lambda measured: measured.median_ms)
     by_time = tuple(sorted(finalists, key=lambda measured: measured.median_ms))
-    best = by_time[0]
-    # Beside what is served where no schedule is chosen.
-    seconds, sequential_s = best.median_ms / 1e3, finalists[0].median_ms / 1e3
+    best = _planned_for(workload, by_time[0], finalists[0], num_layers)
+    return Tuned(best, by_time, baseline, tuple(sorted(screening.ms.items(), key=lambda item: item[1])))
+
+
+class _Screening:
+    """First readings of all candidates, each once, whatever it is called."""
+
+    def __init__(
+        self, bench: Bench, sequential: Sequence[PipelineSchedule], effort: Effort, say: Callable[[str], None]
+    ) -> None:
+        self._bench, self._effort, self._say = bench, effort, say
+        self._names = {schedule.name for schedule in sequential}
+        self._pool: list[PipelineSchedule] = []
+        self.known = {schedule.what_runs for schedule in sequential}
+        self.ms: dict[str, float] = {}  # by name
+
+    def add(self, schedules: Iterable[PipelineSchedule]) -> list[PipelineSchedule]:
+        """Run those that are new; all so far, the fastest first."""
+        for schedule in schedules:
+            if schedule.what_runs in self.known:
+                continue
+            self.known.add(schedule.what_runs)
+            schedule = _named_apart(schedule, self._names)
+            self._names.add(schedule.name)
+            reading = self._bench.run(schedule, self._effort.screen_settle_s, self._effort.screen_s)
+            self.ms[schedule.name] = reading.ms
+            self._say(f"{schedule.name}: {reading.ms:.2f} ms")
+            self._pool.append(schedule)
+        return sorted(self._pool, key=lambda schedule: self.ms[schedule.name])
+
+
+def _planned_for(workload: Workload, best: Measured, served: Measured, num_layers: int) -> PipelineSchedule:
+    """The best one, with its batch and its figures. served: what runs where no schedule is chosen."""
+    seconds, served_s = best.median_ms / 1e3, served.median_ms / 1e3
     rows = workload.batch_tokens
-    kept = replace(
+    return replace(
         best.schedule,
         decode_share=workload.decode_rows / rows,
         mean_context=workload.decode_context_tokens / max(1.0, workload.decode_rows),
         prefill_pairs=workload.prefill_pairs,
-        measured=Figures(best.median_ms * 1e3 / num_layers, rows / seconds, rows / sequential_s),
+        measured=Figures(best.median_ms * 1e3 / num_layers, rows / seconds, rows / served_s),
     )
-    return Tuned(kept, by_time, baseline, tuple(sorted(screened.items(), key=lambda item: item[1])))
 
 
 def _named_apart(schedule: PipelineSchedule, names: Container[str]) -> PipelineSchedule:
