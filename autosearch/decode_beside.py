@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from autosearch.operators import ATTENTION, Operator
 from autosearch.pipeline import NanoOperation, PipelineSchedule
@@ -152,16 +151,16 @@ class DecodeBeside:
 
     def _point_of(self, schedule: PipelineSchedule) -> Point | None:
         """Where the schedule stands, in other kernels of projections and norms too."""
-        attention = [operation for operation in schedule.operations if operation.lane == ATTENTION_LANE]
-        if len(attention) != 1 or schedule.batch_tokens != self._rows or not schedule.decodes_first:
+        operations = schedule.operations
+        decodes = [index for index, operation in enumerate(operations) if operation.operator == ATTENTION[0]]
+        if len(decodes) != 3 or schedule.batch_tokens != self._rows or not schedule.decodes_first:
             return None
-        first, plain = attention[0], _in_default_kernels(schedule)
-        sms = round(first.sm_share * self._num_sms)
-        for num_before, num_beside in product(range(self._most_before + 1), range(1, self._most_beside + 1)):
-            point = Point(first.end, sms, num_beside, first.kernel, num_before)
-            if self._is_there(point) and self._at(point).operations == plain:
-                return point
-        return None
+        first, others, helper = decodes  # the other operators between them are those beside attention
+        attention = operations[first]
+        sms = round(attention.sm_share * self._num_sms)
+        point = Point(attention.end, sms, helper - others - 1, attention.kernel, others - first - 1)
+        is_it = self._is_there(point) and self._at(point).operations == _in_default_kernels(schedule)
+        return point if is_it else None
 
 
 def _in_default_kernels(schedule: PipelineSchedule) -> tuple[NanoOperation, ...]:

@@ -12,6 +12,16 @@ from autosearch.errors import AutosearchError
 from autosearch.specs import ModelSpec
 
 ATTENTION = ("decode_attention", "prefill_attention")
+# Variants of each operator's kernel by the names that profiles and schedules give them; "" is everywhere the default.
+KERNELS = {
+    "attn_norm": ("folded",),
+    "qkv": ("128x256", "128x128", "scaled"),
+    "decode_attention": ("4x4", "5x2", "cuda", "cuda-wide", "cuda-small"),
+    "o": ("128x256", "128x128", "add"),
+    "ffn_norm": ("folded",),
+    "up_gate": ("128x256", "scaled"),
+    "down": ("128x256", "128x128", "add"),
+}
 
 
 class Resource(StrEnum):
@@ -43,6 +53,15 @@ class Operator:
     resource: Resource = Resource.COMPUTE
     joins: str = ""  # an element-wise step: it is split, and placed on a lane, together with this operator
     shared_work: bool = False  # drawn from one work list by whoever has SMs: other lanes may help with it
+
+
+def kernel_problem(operator: str, kernel: str) -> str | None:
+    """What is wrong with this name of a kernel; None where there is such a one."""
+    known = KERNELS.get(operator, ())
+    if not kernel or kernel in known:
+        return None
+    names = f"one of {', '.join(known)}, or none" if known else "none"
+    return f"kernel {kernel!r} is not known; {operator} may name {names} (an empty text) for the default"
 
 
 def check_parallel(spec: ModelSpec, num_gpus: int) -> None:

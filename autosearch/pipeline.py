@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from autosearch.operators import Collectives, Operator
+from autosearch.operators import Collectives, Operator, kernel_problem
 from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 from autosearch.precedence import ChainedLayers, NanoOperation, covered
 from autosearch.workload import Workload, WorkloadError
@@ -20,6 +20,7 @@ __all__ = ["Figures", "InvalidScheduleError", "NanoOperation", "PipelineSchedule
 
 
 MAX_LANES = 4  # compute, memory, network and one more: what may run at once is found by trying all groups
+_BATCH = ("decode_share", "mean_context", "prefill_pairs")  # fields that say what batch a schedule was planned for
 
 
 class InvalidScheduleError(ValueError):
@@ -116,12 +117,15 @@ class PipelineSchedule:
         for figures in (self.predicted, self.measured):
             if figures and min(figures.tokens_per_s_per_gpu, figures.sequential_tokens_per_s_per_gpu) <= 0:
                 raise InvalidScheduleError(f"{self.name}: its figures say that nothing runs: {figures}")
-        batch = {name: getattr(self, name) for name in ("decode_share", "mean_context", "prefill_pairs")}
-        missing = [name for name, value in batch.items() if value is None]
-        if 0 < len(missing) < len(batch):
+        for op in self.operations:
+            problem = kernel_problem(op.operator, op.kernel)
+            if problem:
+                raise InvalidScheduleError(f"{self.name}: {op.label}: {problem}")
+        absent = [name for name in _BATCH if getattr(self, name) is None]
+        if 0 < len(absent) < len(_BATCH):
             raise InvalidScheduleError(
-                f"{self.name}: it lacks {' and '.join(missing)} of the batch that it was planned for: give all of "
-                f"{', '.join(batch)}, or none where it is for any batch"
+                f"{self.name}: it says only in part what batch it was planned for, without {' and '.join(absent)}: "
+                f"give all of {', '.join(_BATCH)}, or none of them where it is for any batch"
             )
         try:
             _ = self.planned_for

@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autosearch.errors import AutosearchError
-from autosearch.operators import Resource
+from autosearch.operators import Resource, kernel_problem
 from autosearch.plain_data import PlainDataError, build, parse_json, read_text
 from autosearch.workload import Workload
 
@@ -103,6 +103,11 @@ class ProfileTable:
         """Hash over all content; a change of GPU, clock or any version changes it."""
         return hashlib.blake2b(json.dumps(asdict(self), sort_keys=True).encode(), digest_size=8).hexdigest()
 
+    @property
+    def _num_rows(self) -> int:
+        """A file says how many it has: one that lost some would still be a table."""
+        return len(self.isolated) + len(self.concurrent) + len(self.triples)
+
     @cached_property
     def _by_operator(self) -> dict[str, tuple[IsolatedTime, ...]]:
         names = dict.fromkeys(entry.operator for entry in self.isolated)
@@ -160,16 +165,24 @@ class ProfileTable:
 
     def to_json(self) -> str:
         """One JSON object, as `profiles/schema.json` describes it."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({"num_rows": self._num_rows, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ProfileTable:
         """Raises ProfileError where fields are missing, unknown or impossible."""
         try:
-            table = build(cls, parse_json(text))
+            data = parse_json(text)
+            # Profiles that were written before the count came are taken as they are.
+            num_rows = data.pop("num_rows", None) if isinstance(data, dict) else None
+            table = build(cls, data)
         except (PlainDataError, AutosearchError) as error:
             raise ProfileError(f"not a profile table: {error}") from None
         table._check()
+        if num_rows not in (None, table._num_rows):
+            raise ProfileError(
+                f"profile {table.name} was cut or changed: of {num_rows} rows in isolated, concurrent and triples, "
+                f"{table._num_rows} are there: copy the file again, or measure it anew with `nanoflow profile`"
+            )
         return table
 
     @classmethod
@@ -199,6 +212,9 @@ class ProfileTable:
                     f"profile {self.name}: impossible isolated time {entry}; times are 0 or from {SHORTEST_US} to "
                     f"{LONGEST_US:.0e} µs, shares in (0, 1]"
                 )
+            problem = kernel_problem(entry.operator, entry.kernel)
+            if problem:
+                raise ProfileError(f"profile {self.name}: {entry.operator} of {entry.tokens} tokens: {problem}")
         if self.isolated and not any(entry.time_us for entry in self.isolated):
             raise ProfileError(f"profile {self.name}: no operator takes any time")
         together: tuple[ConcurrentRate | TripleRate, ...] = (*self.concurrent, *self.triples)

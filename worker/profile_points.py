@@ -14,9 +14,9 @@ from functools import cached_property
 from autosearch.operators import Operator, Resource
 from worker.kernels.decode_attention_cuda import VARIANTS as CUDA_VARIANTS
 from worker.streams import GROUP_SMS, WHOLE, Place
-from worker.triton_kernels import DECODE_VARIANTS
+from worker.triton_kernels import DECODE_VARIANTS, GEMM_VARIANTS
 
-_LINEAR = ("", "128x128")
+_LINEAR = ("", GEMM_VARIANTS[1])
 # Variants by name as in worker.kernel_set; operators that are not listed have one.
 KERNELS: dict[str, tuple[str, ...]] = {
     "qkv": _LINEAR,

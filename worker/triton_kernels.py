@@ -19,6 +19,9 @@ from worker.kernel_set import ANY_WAY, GATE_BLOCK, How, Norm
 # ahead with few rows, where a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and
 # cuda-bindings Triton's first takes their place.
 DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
+# Tiles of the own GEMM; gate and up have the first one only. Without a name the fastest GEMM is chosen where an operation
+# has the device to itself, and elsewhere the first of these.
+GEMM_VARIANTS = ("128x256", "128x128")
 FEW_ROWS = 256
 
 
@@ -169,7 +172,7 @@ class TritonKernels:
         self._prefill.prefill_attention(q, k, v, table, units, span, ticket, out, group=group, blocks=blocks)
 
     def _tile(self, how: How) -> Any:
-        return self._gemm.Tile(columns=128, stages=4) if how.kernel == "128x128" else self._gemm.Tile()
+        return self._gemm.Tile(columns=128, stages=4) if how.kernel == GEMM_VARIANTS[1] else self._gemm.Tile()
 
     def argmax(self, x: torch.Tensor, w: torch.Tensor, num_rows: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]

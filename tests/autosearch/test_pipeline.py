@@ -105,6 +105,24 @@ def test_later_prefill_before_earlier_append_is_refused():
         replace(plan, operations=tuple(by_range)).validate(OPERATORS)
 
 
+@pytest.mark.parametrize("given", [{"decode_share": 0.5}, {"mean_context": 700.0, "prefill_pairs": 0.0}])
+def test_half_a_batch_is_refused_where_it_is_read(given):
+    schedule = replace(sequential(OPERATORS, 256), **given)
+    absent = " and ".join(name for name in ("decode_share", "mean_context", "prefill_pairs") if name not in given)
+    with pytest.raises(InvalidScheduleError, match=f"without {absent}: give all of"):
+        PipelineSchedule.from_json(schedule.to_json())
+
+
+def test_an_unknown_kernel_is_refused_with_the_known_ones():
+    schedule = sequential(OPERATORS, 256)
+    named = tuple(replace(op, kernel="128x129") if op.operator == "qkv" else op for op in schedule.operations)
+    schedule = replace(schedule, operations=named)
+    with pytest.raises(InvalidScheduleError, match=r"qkv\[0, 256\).* '128x129' is not known; .*128x128, scaled"):
+        PipelineSchedule.from_json(schedule.to_json())
+    with pytest.raises(InvalidScheduleError, match="128x129"):
+        schedule.validate(OPERATORS)
+
+
 def test_json_round_trip():
     plan = replace(overlapped(1.0, 0.25, wait=True), predicted=Figures(1.0, 2.0, 3.0), fingerprint="x", gpu="y")
     assert PipelineSchedule.from_json(plan.to_json()) == plan
@@ -179,10 +197,3 @@ def test_a_schedule_of_the_other_collectives_is_refused_with_a_remedy():
     with pytest.raises(InvalidScheduleError, match="--collectives all_gather"):
         plan.validate(layer_operators(spec, 8))
     plan.validate(layer_operators(spec, 8, Collectives.ALL_GATHER))
-
-
-def test_half_a_description_of_a_batch_is_refused() -> None:
-    whole = replace(sequential(OPERATORS, 256), decode_share=0.5, mean_context=512.0, prefill_pairs=1000.0)
-    whole.validate(OPERATORS)
-    with pytest.raises(InvalidScheduleError, match="lacks mean_context and prefill_pairs of the batch"):
-        replace(whole, mean_context=None, prefill_pairs=None).validate(OPERATORS)

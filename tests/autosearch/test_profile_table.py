@@ -40,7 +40,7 @@ def test_files_keep_the_schema(name):
 
 def test_a_profile_with_everything_keeps_the_schema_and_comes_back():
     table = made_up_profile({"qkv": 10.0}, 256)
-    entry = IsolatedTime("qkv", 128, 3.0, 0.5, "tile64", 0.1)
+    entry = IsolatedTime("qkv", 128, 3.0, 0.5, "128x128", 0.1)
     text = replace(table, isolated=(*table.isolated, entry)).to_json()
     jsonschema.validate(json.loads(text), SCHEMA)
     assert ProfileTable.from_json(text).to_json() == text
@@ -128,6 +128,7 @@ def test_a_change_of_version_invalidates():
         {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 0}]},
         {"isolated": [{"operator": "qkv", "tokens": 128.5, "time_us": 1.0}]},
         {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 1.0, "joules": -1.0}]},
+        {"isolated": [{"operator": "qkv", "tokens": 128, "time_us": 1.0, "kernel": "cuda"}]},
         {"measured_on": {"gpu": "h200", "num_gpus": 0, "num_sms": 132}},
         {"measured_on": {"gpu": "h200", "num_gpus": 1, "num_sms": 132, "versions": ["torch"]}},
         {"spread": -0.1},
@@ -139,8 +140,33 @@ def test_a_change_of_version_invalidates():
 )
 def test_impossible_tables_are_refused(change):
     fields = json.loads(made_up_profile({"qkv": 1.0}, 128).to_json()) | change
+    del fields["num_rows"]
     with pytest.raises(ProfileError):
         ProfileTable.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("rows", ["isolated", "concurrent"])
+@pytest.mark.parametrize("name", [A100_PROFILE, H200_PROFILE, MEASURED])
+def test_a_profile_that_was_cut_is_refused_with_a_remedy(tmp_path, name, rows):
+    fields = json.loads((PROFILE_FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+    whole = fields["num_rows"]
+    fields[rows] = fields[rows][: len(fields[rows]) // 3]
+    (tmp_path / "cut.json").write_text(json.dumps(fields), encoding="utf-8")
+    with pytest.raises(ProfileError, match=rf"cut\.json.*of {whole} rows .* are there: .*nanoflow profile"):
+        ProfileTable.from_file(tmp_path / "cut.json")
+
+
+def test_a_profile_from_before_rows_were_counted_is_read():
+    fields = json.loads(h200().to_json())
+    del fields["num_rows"]
+    assert ProfileTable.from_json(json.dumps(fields)) == h200()
+
+
+def test_an_unknown_kernel_is_refused_with_the_known_ones():
+    table = made_up_profile({"decode_attention": 1.0}, 128)
+    table = replace(table, isolated=(replace(table.isolated[0], kernel="cuda-wid"),))
+    with pytest.raises(ProfileError, match=r"decode_attention of 128 tokens: kernel 'cuda-wid' .* 4x4, .*cuda-wide"):
+        ProfileTable.from_json(table.to_json())
 
 
 def test_missing_files_and_operators_are_refused_with_a_remedy():

@@ -78,14 +78,14 @@ async def test_a_stopped_process_is_noticed_in_time(parts, victim, who):
     assert 0.1 < time.monotonic() - stopped_at < 1
 
 
-async def test_a_dead_worker_is_noticed_at_once(parts):
+async def test_a_dead_worker_is_noticed_at_once(parts, monkeypatch):
+    monkeypatch.setattr(cluster, "POLL_S", 60)  # not when the scheduler answers next,
+    monkeypatch.setattr(cluster, "SILENCE_S", 60)  # nor when it has not for long
     waiting = asyncio.create_task(parts.instance.next_outputs())
     await asyncio.sleep(0.05)
     parts.died.set()
-    died_at = time.monotonic()
     with pytest.raises(InstanceLost, match="ended unexpectedly"):
         await asyncio.wait_for(waiting, 5)
-    assert time.monotonic() - died_at < 0.15
 
 
 def exchanging(calls: list, name: str, refusal: BaseException | None = None) -> Actor:

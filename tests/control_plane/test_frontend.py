@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 import threading
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -149,20 +150,22 @@ async def test_cancel_frees_the_engine_and_ends_the_stream_once(state):
 async def test_what_is_known_of_a_request_is_told_when_it_is_cancelled_or_expires():
     async with running_frontend(auto=False, max_slots=2) as (frontend, metrics, instance):
         instance.num_cached, instance.from_store = 2, (0, 1)
+        began = time.monotonic()
         started = [
             await frontend.generate(replace(GREEDY, request_id="cancelled")),
-            await frontend.generate(replace(GREEDY, timeout_s=0.1)),
+            await frontend.generate(replace(GREEDY, timeout_s=0.5)),
         ]
-        waiting = await frontend.generate(replace(GREEDY, timeout_s=0.1))
+        waiting = await frontend.generate(replace(GREEDY, timeout_s=0.5))
         await until(lambda: instance.num_held == 3)
         instance.step()
         await until(lambda: metric_value(metrics, "nanoflow_generation_tokens_total") == 2)
+        in_queue_s = time.monotonic() - began
         frontend.cancel("cancelled")
         finals = [final for _, final in await asyncio.gather(*map(read, [*started, waiting]))]
     for final in finals[:2]:
         assert (final.num_cached_tokens, final.num_output_tokens) == (2, 1)
         assert (final.num_cpu_cached_tokens, final.num_ssd_cached_tokens) == (0, 1)
-        assert 0.001 <= final.queue_s < 0.05
+        assert 0.001 <= final.queue_s <= in_queue_s
     assert (finals[2].num_cached_tokens, finals[2].num_output_tokens) == (0, 0)
     assert finals[2].queue_s == pytest.approx(finals[2].total_s)
     assert metric_value(metrics, "nanoflow_prompt_tokens_cached_total") == 4
@@ -429,6 +432,7 @@ async def test_when_an_instance_is_lost_the_unread_start_again_and_the_read_end_
 
 async def test_times_of_a_request_that_started_again_are_those_of_the_tokens_that_were_read():
     async with running_frontend(auto=False) as (frontend, metrics, instance):
+        began = time.monotonic()
         accepted = await frontend.submit(GREEDY)
         await until(lambda: instance.submitted)
         instance.step(2)
@@ -438,6 +442,7 @@ async def test_times_of_a_request_that_started_again_are_those_of_the_tokens_tha
         await asyncio.sleep(0.3)  # the recovery
         frontend.attach(replacement := FakeInstance("fake-1"))
         token_ids, final = await read(frontend.stream(accepted.request_id))
+        without_recovery_s = time.monotonic() - began - 0.3
         await replacement.close()
     assert token_ids == output_of(PROMPT, 5)
     assert final.queue_s >= 0.3
@@ -447,8 +452,8 @@ async def test_times_of_a_request_that_started_again_are_those_of_the_tokens_tha
     assert metric_value(metrics, "nanoflow_prompt_tokens_total") == 3
     gaps = metric_value(metrics, "nanoflow_inter_token_latency_seconds_count")
     assert gaps == (2 - 1) + (5 - 1)
-    assert metric_value(metrics, "nanoflow_inter_token_latency_seconds_sum") < 0.3
-    assert metric_value(metrics, "nanoflow_request_decode_time_seconds_sum") < 0.3
+    assert metric_value(metrics, "nanoflow_inter_token_latency_seconds_sum") <= without_recovery_s
+    assert metric_value(metrics, "nanoflow_request_decode_time_seconds_sum") <= without_recovery_s
 
 
 async def test_a_first_token_that_was_lost_and_never_came_again_counts_nowhere():

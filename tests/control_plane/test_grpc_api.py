@@ -133,7 +133,7 @@ async def test_a_client_that_goes_away_frees_the_engine(how, state):
             )
             assert await process.stdout.readline() == b"streaming\n"
         else:
-            call = stub.Generate(question(prompt, max_tokens=300), timeout=0.4 if how == "deadline" else None)
+            call = stub.Generate(question(prompt, max_tokens=300), timeout=1.5 if how == "deadline" else None)
             await call.initial_metadata()
         await until(lambda: service.instance.num_held == before + 1)
         if state == "decode" and how != "kill":
@@ -247,9 +247,9 @@ async def test_a_huge_message_is_refused_without_keeping_others_waiting(what):
         request.stopping.stop_token_ids.extend([1] * 4_000_000)
     else:
         request.chat.messages.extend([generation_pb2.ChatMessage()] * 500_000)
-    started = time.perf_counter()
+    started = time.thread_time()  # others' turns on the processor do not count
     wanted = to_request(request, OnDisconnect.CANCEL, Limits(), None)
-    assert time.perf_counter() - started < 0.05
+    assert time.thread_time() - started < 0.05
     with pytest.raises(InvalidRequestError, match="too many" if what == "ids" else "has more than"):
         await Intake(MODEL, Limits()).token_ids(wanted, 512)
 

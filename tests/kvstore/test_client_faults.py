@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
+import grpc._channel
 import pytest
 
 from kvstore.arena import Arena
@@ -320,6 +321,38 @@ def test_that_it_is_not_used_is_said_once_and_that_it_answers_again(tmp_path, ca
     server.stop(0)
     assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
     assert "answers again" in caplog.records[1].getMessage()
+
+
+def test_a_closed_client_is_not_watched_any_more(tmp_path, monkeypatch):
+    """gRPC's thread would end with a traceback where it goes on with a channel that is closed."""
+    raised, watching, ended = [], threading.Event(), threading.Event()
+
+    class Slow:
+        """A channel whose watcher gets no processor for a moment, as on a busy machine."""
+
+        def __init__(self, channel):
+            self.check_connectivity_state = channel.check_connectivity_state
+            self._watch = channel.watch_connectivity_state
+
+        def watch_connectivity_state(self, *args):
+            watching.set()
+            time.sleep(0.1)
+            return self._watch(*args)
+
+    def poll(state, channel, try_to_connect, poll=grpc._channel._poll_connectivity):
+        try:
+            poll(state, Slow(channel), try_to_connect)
+        except ValueError as error:
+            raised.append(error)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(grpc._channel, "_poll_connectivity", poll)
+    client = KVClient(ClientConfig(f"unix:{tmp_path}/none.sock"))
+    assert watching.wait(10)
+    client.close()
+    assert ended.wait(10)
+    assert raised == []
 
 
 def test_a_wrong_token_is_said(tmp_path, caplog):
