@@ -19,8 +19,8 @@ from worker.kernel_set import ANY_WAY, GATE_BLOCK, How, Norm
 # ahead with few rows, where a kernel's start counts, and on a part of the SMs (docs/results.md); without CuPy and
 # cuda-bindings Triton's first takes their place.
 DECODE_VARIANTS = {"4x4": (4, 4), "5x2": (5, 2)}
-# Tiles of the own GEMM; gate and up have the first one only. Without a name the fastest GEMM is chosen where an operation
-# has the device to itself, and elsewhere the first of these.
+# Tiles of the own GEMM; gate and up have the first one only. Without a name the fastest GEMM is chosen where an
+# operation has the device to itself, and elsewhere the first of these.
 GEMM_VARIANTS = ("128x256", "128x128")
 FEW_ROWS = 256
 

@@ -34,7 +34,8 @@ def test_a_run_ends_in_one_json_line(capsys):
     shares = {row["way"]: row["share"] for row in result["rows"]}
     assert shares["the bare link, in"] == shares["the bare link, out"] == 1.0
     assert set(shares) > {"load", "loads in a row", "save", "page by page, in", "page by page, out"}
-    assert all(0 < row["gb_s"] <= row["best_gb_s"] for row in result["rows"])
+    assert all(0 <= row["gb_s"] <= row["best_gb_s"] for row in result["rows"])  # 0.00 on a busy machine
+    assert any(row["best_gb_s"] > 0 for row in result["rows"])
 
 
 def test_what_is_loaded_is_what_was_saved_and_a_lost_one_is_said():

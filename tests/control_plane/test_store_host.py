@@ -152,9 +152,13 @@ def test_it_ends_with_a_parent_that_is_killed(tmp_path):
 def test_what_it_logs_can_be_asked_for_once(tmp_path):
     with host_in(tmp_path, *SMALL, "--store-metrics-port", "0") as host:
         host.start()
-        lines = host.said()
-        assert any(line.level == logging.INFO and "metrics on" in line.words for line in lines)
-        assert host.said() == []
+        lines, deadline = host.said(), time.monotonic() + 10
+        while not any("metrics on" in line.words for line in lines) and time.monotonic() < deadline:
+            time.sleep(0.01)  # it is ready a little before its words are here
+            lines += host.said()
+        (told,) = [line for line in lines if "metrics on" in line.words]
+        assert told.level == logging.INFO
+        assert not any("metrics on" in line.words for line in host.said())
 
 
 @pytest.mark.parametrize(
