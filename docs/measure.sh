@@ -55,7 +55,7 @@ measure() {
     [ "$status" = 0 ] || failed=$((failed + 1))
 }
 
-shapes=("$MODEL" --load-format dummy --max-model-len 8192)
+shapes=("$MODEL" --device cuda --load-format dummy --max-model-len 8192)
 load() { printf -- '--input-len %s --output-len %s --num-prompts %s' "$@"; }
 gpu_tests() { measure "$1" "$2" "$PYTHON" -m pytest -m gpu -q -p no:cacheprovider "${@:3}"; }
 throughput() { measure "$1" "$2" "$NANOFLOW" bench throughput "${shapes[@]}" "${@:3}"; }
