@@ -6,11 +6,20 @@ import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from kvstore.open_files import OpenFiles, identity_of
 
 _OPEN = os.O_CLOEXEC | os.O_NOFOLLOW
-_MAX_OPEN = 256  # files; processes may have 1,024 as a rule
+MAX_OPEN = 256  # files; processes may have 1,024 as a rule
+
+
+class Span(NamedTuple):
+    """Bytes of a file, and where they are to go."""
+
+    path: Path
+    offset: int
+    into: Sequence[memoryview]  # one after the other
 
 
 class Files:
@@ -20,7 +29,7 @@ class Files:
     until its path is written to.
     """
 
-    def __init__(self, max_open: int = _MAX_OPEN) -> None:
+    def __init__(self, max_open: int = MAX_OPEN) -> None:
         self._open = OpenFiles(max_open)
 
     def read(self, path: Path, offset: int, *into: memoryview) -> int:
@@ -38,6 +47,10 @@ class Files:
         finally:
             self._open.give_back(file)
         return self._read_unaligned(path, offset, into)
+
+    def read_all(self, spans: Sequence[Span]) -> list[OSError | None]:
+        """`read` each of them; what was wrong with those that could not be read."""
+        return [self._error_of(span) for span in spans]
 
     def write(self, path: Path, offset: int, data: memoryview) -> None:
         """Write all of it, making the file (for its owner only) if it is not there."""
@@ -66,6 +79,13 @@ class Files:
     def close(self) -> None:
         """Let go of all."""
         self._open.close()
+
+    def _error_of(self, span: Span) -> OSError | None:
+        try:
+            self.read(span.path, span.offset, *span.into)
+        except OSError as error:
+            return error
+        return None
 
     def _read_unaligned(self, path: Path, offset: int, into: Sequence[memoryview]) -> int:
         """Through the page cache: offset, length or memory are not what direct reads want."""

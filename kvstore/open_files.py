@@ -33,7 +33,7 @@ class OpenFiles:
     """Files by path."""
 
     def __init__(self, max_open: int) -> None:
-        """max_open: those being read come on top, one a thread at most."""
+        """max_open: those being read come on top."""
         assert max_open > 0
         self._max_open = max_open
         self._lock = threading.Lock()

@@ -23,8 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvstore.counters import Counters
-from kvstore.files import Files
+from kvstore.files import Files, Span
 from kvstore.keys import StoreError
+from kvstore.overlapped_files import OverlappedFiles
 from kvstore.record import is_whole, slot_bytes_for
 from kvstore.residents import Residents
 from kvstore.ssd_index import Row, SsdIndex, index_bytes_for
@@ -69,7 +70,7 @@ class SsdTier:
         """Raises StoreError if the folder cannot be used or is another's."""
         self.folder = folder
         self._counters = counters
-        self._files = files or Files()
+        self._files = files or OverlappedFiles()
         self._clock = clock
         self._lock = threading.Lock()
         index_bytes = index_bytes_for(budget_bytes)
@@ -141,7 +142,7 @@ class SsdTier:
         return self.read_all([(key, into)])[0]
 
     def read_all(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[bool]:
-        """The same for some keys; records that lie side by side are read at once."""
+        """The same for some keys; records that lie side by side are one read, and reads overlap."""
         whole = [False] * len(wanted)
         with self._lock:
             handles = [self._residents.find(key) for key, _ in wanted]
@@ -153,8 +154,7 @@ class SsdTier:
             for read in reads:
                 self._residents.pin(read.handle)
         try:
-            for run in side_by_side(reads, self._residents.slabs.slab_bytes):
-                self._read_run(run, whole)
+            self._read_runs(side_by_side(reads, self._residents.slabs.slab_bytes), whole)
         finally:
             with self._lock:
                 for read in reads:
@@ -164,24 +164,26 @@ class SsdTier:
                     self._residents.unpin(read.handle)
         return whole
 
-    def _read_run(self, run: Sequence[Read], whole: list[bool]) -> None:
-        path, start = self._place(run[0].offset)
-        try:
-            self._files.read(path, start, *(read.into for read in run))
-        except OSError as error:
-            if len(run) > 1:  # one of them may be bad
-                for read in run:
-                    self._read_run([read], whole)
-                return
-            self._counters.add("ssd_read_errors")
-            log.warning("%s cannot be read: %s", path, error.strerror)
-            return
-        for read in run:
+    def _read_runs(self, runs: Sequence[Sequence[Read]], whole: list[bool]) -> None:
+        spans = [Span(*self._place(run[0].offset), [read.into for read in run]) for run in runs]
+        come: list[Read] = []
+        alone: list[list[Read]] = []  # of runs one of which may be bad
+        for run, span, error in zip(runs, spans, self._files.read_all(spans)):
+            if error is None:
+                come.extend(run)
+            elif len(run) > 1:
+                alone.extend([read] for read in run)
+            else:
+                self._counters.add("ssd_read_errors")
+                log.warning("%s cannot be read: %s", span.path, error.strerror)
+        for read in come:
             whole[read.number] = is_whole(read.into, read.key, self._residents.payload_bytes(read.handle))
-        num_whole = sum(whole[read.number] for read in run)
+        num_whole = sum(whole[read.number] for read in come)
         self._counters.add("ssd_reads", num_whole)
-        self._counters.add("ssd_corrupt", len(run) - num_whole)
-        self._counters.add("ssd_read_bytes", sum(len(read.into) for read in run))
+        self._counters.add("ssd_corrupt", len(come) - num_whole)
+        self._counters.add("ssd_read_bytes", sum(len(read.into) for read in come))
+        if alone:
+            self._read_runs(alone, whole)
 
     def write(self, key: bytes, slot: memoryview, payload_bytes: int) -> bool:
         """Keep a copy of the record in a slot; whether it is here now."""

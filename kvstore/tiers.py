@@ -33,7 +33,7 @@ COUNTERS = (
 NUM_READERS = 8  # threads that read the SSD; more than keep a disk busy, as each waits its turn to run Python too
 _MAX_WAITING_WRITES = 65536  # keys only: nothing is kept in memory for them
 _MAX_WAITING_READS = 16384  # each has its room in the CPU tier
-_JOB_BYTES = 256 << 10  # of records that one reader is given at once: handing over costs as much as a small read
+_JOB_BYTES = 1 << 20  # of records that one reader is given at once: they are read, and handed over, together
 
 Slots = Callable[[int, int], memoryview]  # offset and bytes to the arena's bytes
 

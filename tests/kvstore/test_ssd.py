@@ -20,6 +20,8 @@ from store_calls import Clock
 from kvstore.counters import Counters
 from kvstore.files import Files
 from kvstore.keys import StoreError
+from kvstore.overlapped import Overlapped
+from kvstore.overlapped_files import OverlappedFiles
 from kvstore.record import payload_of, seal, slot_bytes_for
 from kvstore.ssd import COUNTERS, SsdTier
 from kvstore.ssd_index import index_bytes_for
@@ -554,6 +556,42 @@ def test_records_side_by_side_are_read_at_once_and_one_by_one_where_that_fails(f
     for key, slot in zip(keys(8), slots):
         assert key == b"key-3" or payload_of(slot, PAYLOAD) == payload_for(key)
     assert [tier.get(key) for key in keys(8)] == [number != 3 for number in range(8)]
+    tier.stop()
+
+
+def test_records_apart_are_read_at_once_and_a_bad_one_is_one_miss(folder):
+    """An unreadable one and a harmed one among runs of one and two records."""
+    filled(folder, 12)
+    with segments(folder)[0].open("r+b") as file:
+        file.seek(6 * 4096 + 300)
+        file.write(b"harm")
+    alone = []
+
+    class BadSector(OverlappedFiles):
+        def read(self, path, offset, *into):
+            alone.append(offset // 4096)
+            if offset == 3 * 4096:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(path, offset, *into)
+
+    class BadRead(Overlapped):
+        def read(self, wanted):
+            done = super().read(wanted)
+            return [-errno.EIO if offset == 3 * 4096 else found for found, (_, offset, _) in zip(done, wanted)]
+
+    tier = Tier(folder, BadSector(make=BadRead))
+    numbers = [8, 0, 3, 6, 1, 10]
+    slots = [memoryview(mmap.mmap(-1, 4096)) for _ in numbers]
+    wanted = [(keys(12)[number], slot) for number, slot in zip(numbers, slots)]
+    assert tier.ssd.read_all(wanted) == [number not in (3, 6) for number in numbers]
+    assert alone == [3]
+    assert tier.counters["ssd_read_errors"] == tier.counters["ssd_corrupt"] == 1
+    assert tier.counters["ssd_reads"] == 4
+    assert tier.counters["ssd_read_bytes"] == 5 * 4096
+    for number, (key, slot) in zip(numbers, wanted):
+        assert number in (3, 6) or payload_of(slot, PAYLOAD) == payload_for(key)
+    assert [tier.get(key) for key in keys(12)] == [number not in (3, 6) for number in range(12)]
+    tier.ssd.check_integrity()
     tier.stop()
 
 
