@@ -84,9 +84,20 @@ class Overlapped:
         """Fill what belongs to each descriptor and offset; bytes read of each, or an errno below zero.
 
         A read may end early or be refused where preadv would go on. Nothing is written to any more when this returns
-        or raises OSError, after which it cannot be used again.
+        or raises, after which it cannot be used again.
         """
         assert len(wanted) <= self._max_reads
+        try:
+            return self._read(wanted)
+        except BaseException:  # an interrupt, too: the kernel would go on writing
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Waits for what is still under way."""
+        _call(self._calls.destroy, self._context)
+
+    def _read(self, wanted: Sequence[tuple[int, int, Sequence[memoryview]]]) -> list[int]:
         vectors = [(_Vector * len(into))(*map(_vector, into)) for _, _, into in wanted]
         requests = [
             _Request(number, 0, 0, _PREADV, 0, descriptor, ctypes.addressof(filled), len(filled), offset)
@@ -98,19 +109,11 @@ class Overlapped:
             num_left = _call(self._calls.submit, self._context, ctypes.c_long(len(requests)), addresses)
         except OSError as error:
             return [-(error.errno or errno.EIO)] * len(requests)
-        try:
-            while num_left:
-                for event in self._events[: self._wait(num_left)]:
-                    results[event.number] = event.result
-                    num_left -= 1
-        except OSError:
-            self.close()
-            raise
+        while num_left:
+            for event in self._events[: self._wait(num_left)]:
+                results[event.number] = event.result
+                num_left -= 1
         return results
-
-    def close(self) -> None:
-        """Waits for what is still under way."""
-        _call(self._calls.destroy, self._context)
 
     def _wait(self, num_events: int) -> int:
         """How many have come, mostly all of them."""

@@ -108,14 +108,23 @@ def test_an_interrupted_wait_goes_on(file, memory, reads, monkeypatch):
     assert memory[: 2 * BLOCK] == content[: 2 * BLOCK]
 
 
-def test_a_wait_that_fails_ends_all_reads(file, memory, monkeypatch):
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+def test_a_wait_that_fails_ends_all_reads(file, memory, monkeypatch, error):
     reads = Overlapped(2)
-    fail_waits(monkeypatch, reads, [OSError(errno.EFAULT, "made up")])
-    with pytest.raises(OSError, match="made up"):
+    fail_waits(monkeypatch, reads, [error("made up")])
+    with pytest.raises(error, match="made up"):
         reads.read([(file[0], 0, blocks(memory, 0, 1))])
     memory[:] = bytes(len(memory))
     assert reads.read([(file[0], 0, blocks(memory, 0, 1))]) == [-errno.EINVAL], "the context is gone"
     assert not any(memory)
+
+
+def test_memory_that_cannot_be_written_to_is_an_error_and_leaves_nothing_behind(file):
+    reads = Overlapped(2)
+    with pytest.raises(TypeError, match="not writable"):
+        reads.read([(file[0], 0, [memoryview(bytes(BLOCK))])])
+    with pytest.raises(OSError, match="Invalid argument"):
+        reads.close()
 
 
 def test_where_there_is_no_such_thing(monkeypatch):
