@@ -24,9 +24,10 @@ class OverlappedFiles(Files):
     """What does not come back whole is read again by itself: there it ends as it should, or raises."""
 
     def __init__(self, max_open: int = MAX_OPEN, make: Callable[[int], Overlapped] = Overlapped) -> None:
-        """make: is given the number of reads; raises OSError where reads cannot overlap, which is not tried again."""
+        """make: is given the number of reads; raises OSError where they cannot overlap: EAGAIN if only for now."""
         super().__init__(max_open)
-        self._make: Callable[[int], Overlapped] | None = make
+        self._make: Callable[[int], Overlapped] | None = make  # None: that is not tried again
+        self._is_told = False  # in the log
         self._idle: list[Overlapped] = []  # one for each thread that has read, but those that are reading
 
     def read_all(self, spans: Sequence[Span]) -> list[OSError | None]:
@@ -67,11 +68,15 @@ class OverlappedFiles(Files):
     def _take(self) -> Overlapped:
         with suppress(IndexError):
             return self._idle.pop()
-        if self._make is None:
+        make = self._make
+        if make is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         try:
-            return self._make(_MAX_READS)
+            return make(_MAX_READS)
         except OSError as error:
-            log.info("reads do not overlap: %s", error.strerror)
-            self._make = None
+            if error.errno != errno.EAGAIN:  # else others have all that there are (fs.aio-max-nr)
+                self._make = None
+            if not self._is_told:
+                self._is_told = True
+                log.info("reads do not overlap: %s", error.strerror)
             raise

@@ -116,6 +116,30 @@ def test_where_reads_cannot_overlap_that_is_tried_once(paths, memory):
     files.close()
 
 
+def test_where_others_have_all_that_there_are_it_is_tried_again(paths, memory, monkeypatch, caplog):
+    if not can_overlap():
+        pytest.skip("reads cannot overlap here")
+    left = [errno.EAGAIN, errno.EAGAIN]
+
+    def make(max_reads):
+        if left:
+            number = left.pop()
+            raise OSError(number, os.strerror(number))
+        return Overlapped(max_reads)
+
+    alone = []
+    real = Files.read
+    monkeypatch.setattr(Files, "read", lambda self, path, *rest: alone.append(path) or real(self, path, *rest))
+    files = OverlappedFiles(make=make)
+    spans = [Span(path, 0, [memory[number * BLOCK :][:BLOCK]]) for number, path in enumerate(paths)]
+    with caplog.at_level("INFO"):
+        for _ in range(4):
+            assert files.read_all(spans) == [None] * NUM_FILES
+    assert alone == paths * 2
+    assert len(caplog.records) == 1
+    files.close()
+
+
 def test_threads_read_beside_each_other_and_all_is_closed(paths, memory):
     made = []
 
