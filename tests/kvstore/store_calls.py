@@ -1,8 +1,9 @@
-"""Puts and gets on a KVService in this process, as a client does them through the arena."""
+"""Puts and gets on a KVService in this process, as a client does them through the arena; and what they depend on."""
 
 from __future__ import annotations
 
 from kvstore.keys import Tier
+from kvstore.overlapped import Overlapped
 from kvstore.record import is_whole, payload_of, seal, slot_bytes_for
 from kvstore.service import KVService
 
@@ -53,3 +54,12 @@ def get(service: KVService, key: bytes, wait_s: float = 5.0) -> tuple[bytes, Tie
     found = bytes(payload_of(slot, block.payload_bytes))
     service.release(acquired.lease_id)
     return found, block.tier
+
+
+def can_overlap() -> bool:
+    """Whether the kernel lets reads overlap; some containers' rules do not."""
+    try:
+        Overlapped(1).close()
+    except OSError:
+        return False
+    return True

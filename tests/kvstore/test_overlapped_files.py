@@ -9,6 +9,7 @@ import random
 import threading
 
 import pytest
+from store_calls import can_overlap
 
 from kvstore.files import Files, Span
 from kvstore.overlapped import Overlapped
@@ -180,11 +181,3 @@ def test_threads_read_beside_each_other_and_all_is_closed(paths, memory):
     assert len(files._open) <= 2
     files.close()
     assert not made
-
-
-def can_overlap() -> bool:
-    try:
-        Overlapped(1).close()
-    except OSError:
-        return False
-    return True
