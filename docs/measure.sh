@@ -9,8 +9,7 @@
 #   link           0.5   KV pages between the GPU and the store's memory
 #   few              1   1, 8 and 64 requests at once
 #   tune             9   schedules for the loads below, into OUT/schedules; the parts after it serve with them
-#   runs             5   512/512 and 1024/512 with these schedules, and with none
-#   breakdown        3   the same with none, operator by operator
+#   runs             6   512/512 and 1024/512 with these schedules, and with none, then operator by operator
 #   sharegpt         1   lengths drawn from the CSV that LENGTHS names
 #   drift            8   decodes from 10 to 90 % of a batch, steady and served
 #   ablation         6   non-overlap, nano-batches only, overlap, in turns
@@ -74,12 +73,9 @@ run_part() {
         tune tune-1024 150 --batch-sizes 1280 --num-decodes 853 --mean-contexts 1024 ;;
     runs)
         throughput 512-512-schedules 120 $(load 512 512 2048) --schedules "$OUT/schedules"
-        throughput 512-512 120 $(load 512 512 2048)
+        throughput 512-512 200 $(load 512 512 2048) --breakdown
         throughput 1024-512-schedules 120 $(load 1024 512 1536) --schedules "$OUT/schedules"
-        throughput 1024-512 120 $(load 1024 512 1536) ;;
-    breakdown)
-        throughput 512-512-breakdown 200 $(load 512 512 2048) --breakdown
-        throughput 1024-512-breakdown 200 $(load 1024 512 1536) --breakdown ;;
+        throughput 1024-512 200 $(load 1024 512 1536) --breakdown ;;
     sharegpt)
         throughput sharegpt 120 --lengths-file "${LENGTHS:?names no CSV of prompt and output tokens}" --num-prompts 3000 \
             --max-num-batched-tokens 4224 --max-num-seqs 3072 ;;
